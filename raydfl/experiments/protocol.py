@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import Field
-
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.settings import Settings
 
 SEEDS = 5
 """Minimum number of repeats of a confirmatory study."""
@@ -55,15 +52,6 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Changes of the study's control, by control."""
 _METRICS: Mapping[str, Mapping[str, Any]] = {"fedavg_fine_tuned": {"model": "personal"}}
-
-
-class PlateauSettings(Settings):
-    """The rule for the plateau of training, applied to the control's score on held-out data."""
-
-    evaluations: int = Field(5, ge=1, description="Number of consecutive evaluations without a rise of the best score.")
-    rise: float = Field(
-        1.0, ge=0, description="Smallest relevant rise of the best score, in the table's unit (points of per cent)."
-    )
 
 
 def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

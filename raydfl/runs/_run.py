@@ -48,7 +48,7 @@ from raydfl.runs.folder import (
     write_about,
 )
 from raydfl.runs.progress import Progress, default_progress
-from raydfl.runs.report import measure_run, write_page
+from raydfl.runs.report import judge, measure_run, write_page
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
@@ -275,8 +275,9 @@ def execute(
     tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
-    next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
-    progress.finish(result, time.monotonic() - started, next_step)
+    verdict = judge(done, name)
+    next_step = verdict.next if result.finished else f"raydfl resume {name}"
+    progress.finish(result, time.monotonic() - started, next_step, verdict)
     return result
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint
     from ray.train import Result as RayResult
 
+    from raydfl.runs.report import Verdict
+
 _SHOWN = 12
 """Maximum number of scores in a notebook's table."""
 
@@ -69,6 +71,13 @@ class Result:
     def worthless(self) -> str:
         """Reason why the run's scores are meaningless. Empty if they are not."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run learnt, what limits it, and the next command. raydfl.runs.report.verdict has the rules."""
+        from raydfl.runs.report import judge, read_run  # imports matplotlib
+
+        return judge(read_run(self.run_dir))
 
     # The methods below import matplotlib, pandas and Ray on use, because the imports take seconds.
 

@@ -1,0 +1,353 @@
+"""The verdict on a run: whether it learnt, what limits it, and the next command. Computed from the run's folder.
+
+**Score.** For each part of the data, the headline score of the first model in the order of the report, on the first test set of
+:data:`CLIPS`. Its 95 % interval is Wilson's for an accuracy, and inverts the standard error of Hanley and McNeil for an AUC
+(:mod:`raydfl.controls`). Both treat clips as independent. Other scores have no interval. The run **learnt** if the interval is
+above chance and above the share of the most frequent class, and the training did not diverge (diagnosis.py).
+
+**Findings.** Their kinds and rules:
+
+- ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
+  (:func:`find_plateau`, the rule of studies). The curve is that of held-out clips if measured, otherwise of the test clips.
+- ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
+- ``falling``: it did not rise, and the last three values are below the best by twice that rise.
+- ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
+- ``few evaluations``: fewer than three evaluations.
+- ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
+  :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing.
+- ``rate too low``: not learnt, and the training loss of the first :data:`FIRST` rounds fell by less than :data:`LOSS_FALL` per
+  round.
+- ``labels``: not learnt, and the best raw-feature control did not learn either, with at least :data:`FEW_TESTED` test clips.
+- ``raw features``: the best raw-feature control is inside or above the interval.
+- ``few clips``: fewer than :data:`FEW` training clips per class. ``few test clips``: fewer than :data:`FEW_TESTED` test clips.
+- ``never predicted``: a class has test clips, but no prediction.
+- ``single clips``: more than half of the clients' held-out sets have a single clip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from raydfl.core.errors import RaydflError
+from raydfl.core.files import display_path
+from raydfl.core.metrics import SCORES, base_name
+from raydfl.core.nested import get_path
+from raydfl.core.part_names import qualify
+from raydfl.core.types import Problem
+from raydfl.core.yaml import to_yaml
+from raydfl.data import Population
+from raydfl.runs.report.data import Curve, Key, RunRecord
+from raydfl.runs.report.diagnosis import find_problems
+from raydfl.runs.report.headline import (
+    CLIPS,
+    HeadlineScore,
+    find_confusion,
+    find_headlines,
+    find_interval,
+    find_part,
+    get_title,
+    measure_score,
+    name_beside,
+)
+from raydfl.runs.report.plateau import PlateauSettings, find_plateau
+
+EVALUATIONS = 5
+"""Maximum number of evaluations for the plateau rule. Shorter curves use half of their evaluations, but at least two."""
+RISE = 1.0
+"""Smallest relevant rise of a score, in points of per cent."""
+FIRST = 10
+"""Rounds that judge the learning rate."""
+LOSS_FALL = 0.002
+"""Smallest relative fall of the training loss per round."""
+LOSS_PROGRESS = 0.02
+"""Smallest relevant fall of the held-out loss in the last evaluations, relative to its first value."""
+LOSS_RISE = 0.1
+"""Smallest relative rise of a loss."""
+GUESSING = 2.0
+"""Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
+FEW = 50
+"""Training clips per class."""
+FEW_TESTED = 100
+"""Test clips. With 100, the interval of an accuracy of 50 % is 19 points wide."""
+_USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
+"""A loss that does not move at a higher rate suggests a collapsed network."""
+_CLIENTS = 10_000
+"""Maximum number of clients whose held-out sets are counted."""
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement of a run."""
+
+    learnt: bool | None
+    """False if the score of a part of the data is not better than guessing, or the training diverged. ``None``: unknown."""
+    scores: tuple[HeadlineScore, ...]
+    findings: tuple[Problem, ...]
+    next: str
+    """The next command."""
+
+    @property
+    def text(self) -> str:
+        """The scores in one line."""
+        if not self.scores:
+            return "no score was measured"
+        return " | ".join(qualify(find_part(score.metric), ": ", str(score)) for score in self.scores)
+
+    @property
+    def lines(self) -> list[str]:
+        """The scores and the findings for a terminal."""
+        return [f"verdict: {self.text}", *(f"  - {finding.text}" for finding in self.findings)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to a mapping for JSON. Values that are not finite become ``None``."""
+        scores = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in asdict(score).items()
+            }
+            for score in self.scores
+        ]
+        findings = [{"kind": finding.kind, "text": finding.text} for finding in self.findings]
+        return {"learnt": self.learnt, "text": self.text, "scores": scores, "findings": findings, "next": self.next}
+
+
+def judge(run: RunRecord, name: str = "") -> Verdict:
+    """Judge a run by its recorded rounds.
+
+    Args:
+        run: The run.
+        name: Folder or URI of the run in commands, quoted for a shell. Defaults to its folder.
+    """
+    population: Population | None = None
+    with contextlib.suppress(RaydflError, OSError):  # The rules that need the list of clips are left out.
+        population = Population.load(run.folder / "population", features=False)
+    keys = find_headlines(run)
+    scores = tuple(measure_score(run, key, population) for key in keys)
+    problems = find_problems(run)
+    worthless = any(problem.worthless for problem in problems)
+    known = [score.learnt for score in scores if score.learnt is not None]
+    learnt = False if worthless else all(known) if known else None
+    findings = [finding for score in scores for finding in _check_score(run, score)]
+    if keys and not worthless:
+        findings = [*_judge_trend(run, keys[0], scores[0]), *_check_rate(run, keys[0], learnt), *findings]
+    findings += _check_clips(run, keys, population)
+    command = _choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
+    return Verdict(learnt, scores, tuple(findings), command)
+
+
+# -- the score ---------------------------------------------------------------------------------------------------------
+
+
+def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
+    """Compare a score with raw features, and check the test clips."""
+    mark = qualify(find_part(score.metric), ": ", "")
+    if score.learnt is False and score.raw is not None and score.clips and score.clips >= FEW_TESTED:
+        low, _ = find_interval(base_name(score.metric), score.raw, score.clips, run.controls)
+        if low is not None and score.guessing is not None and low <= score.guessing:
+            text = f"Raw features do not learn either ({score.raw:.3f}). Check that the labels match the recordings."
+            yield Problem("labels", mark + text, worthless=False)
+    if score.learnt is not None and score.raw is not None and score.high is not None and score.raw >= score.low:  # type: ignore[operator]
+        worse = score.raw > score.high
+        text = (
+            "Raw features without training score higher" if worse else "The interval includes the score of raw features"
+        )
+        yield Problem("raw features", f"{mark}{text} ({score.raw_name}, {score.raw:.3f}).", worthless=False)
+    if score.clips and score.clips < FEW_TESTED and score.low is not None and score.high is not None:
+        text = f"{score.clips} test clips are few: the interval has {100 * (score.high - score.low):.0f} points. Add test clips."
+        yield Problem("few test clips", mark + text, worthless=False)
+    matrix, names = find_confusion(run, (score.split, score.metric)), run.classes_of(score.metric)
+    if matrix is not None and len(names) == len(matrix):
+        tested = matrix.sum(axis=1) > 0
+        never = [
+            name for name, clips, shown in zip(names, tested, matrix.sum(axis=0), strict=True) if clips and not shown
+        ]
+        if never:
+            text = f"{len(never)} of {tested.sum()} tested classes are never predicted: {_list_names(never)}."
+            yield Problem("never predicted", mark + text, worthless=False)
+
+
+def _list_names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + " ..." * (len(names) > _NAMED)
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+def _count_last(curve: Curve) -> int:
+    """Return the number of last evaluations for the plateau rule."""
+    return min(EVALUATIONS, max(2, len(curve.trained) // 2))
+
+
+def _gain(curve: Curve, rise: float, sign: float = 1.0) -> float | None:
+    """Return the gain of the best value in the last evaluations, or ``None`` at a plateau by :func:`find_plateau`.
+
+    Args:
+        curve: At least three values after round 0.
+        rise: Smallest relevant rise.
+        sign: 1 if larger values are better, otherwise -1.
+    """
+    window = _count_last(curve)
+    best = np.maximum.accumulate(np.nan_to_num(sign * curve.trained, nan=-np.inf))[-window - 1 :]
+    rounds = curve.rounds[-window - 1 :]
+    flat = find_plateau(Curve(rounds, best, best), PlateauSettings(evaluations=window, rise=rise)) is not None
+    return None if flat else float(best[-1] - best[0])
+
+
+def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore) -> Iterator[Problem]:
+    """Judge the trend of the held-out score and loss."""
+    metric = key[1]
+    split = next((name for name in ("validation", "server_validation") if (name, metric) in run.curves), key[0])
+    curve, loss = run.curves[split, metric], run.curves.get((split, name_beside(metric, "loss")))
+    shown = SCORES[base_name(metric)]
+    count = len(curve.trained)
+    if count < 3:
+        text = f"Too few evaluations for a trend: {count}. Train for more rounds, or lower evaluate.every."
+        yield Problem("few evaluations", text, worthless=False)
+        return
+    scale, sign = (100.0, 1.0) if shown.share else (1.0, 1.0 if shown.higher_is_better else -1.0)
+    values = Curve(curve.rounds, scale * curve.values, curve.totals)
+    rise = max(RISE, scale * score.error) if shown.share else LOSS_FALL * abs(float(curve.trained[0]))
+    where = f"the last {_count_last(curve)} evaluations"
+    falling = (
+        loss is not None
+        and len(loss.trained) > 2
+        and _gain(loss, LOSS_PROGRESS * abs(loss.trained[0]), -1.0) is not None
+    )
+    more = " The loss still falls." * falling
+    gain = _gain(values, rise, sign)
+    lost = float((sign * values.trained).max() - (sign * values.trained[-3:]).max())
+    name = f"The {get_title(metric)} on {CLIPS[split]}"
+    if gain is not None:
+        amount = f"{gain:.1f} points" if shown.share else f"{gain:.3g}"
+        yield Problem("rising", f"{name} still improves, by {amount} in {where}.{more}", worthless=False)
+    elif lost >= 2 * rise:
+        best = int(curve.rounds[curve.rounds > 0][(sign * values.trained).argmax()])
+        amount = f"{lost:.1f} points" if shown.share else f"{lost:.3g}"
+        yield Problem("falling", f"{name} is {amount} worse than in round {best}.", worthless=False)
+    elif loss is not None and (low := _find_overfitting(loss, run.curves.get(("train", "loss")))) is not None:
+        text = (
+            f"Overfitting: the loss on {CLIPS[split]} rose from {loss.trained.min():.3f} in round {low} to {loss.last:.3f}, "
+            f"while the training loss fell."
+        )
+        yield Problem("overfitting", text, worthless=False)
+    else:
+        text = f"{name} is at a plateau: less than {rise:.1f} points gained in {where}.{more}"
+        yield Problem("loss falls" if falling else "plateau", text, worthless=False)
+
+
+def _find_overfitting(loss: Curve, training: Curve | None) -> int | None:
+    """Return the round of the smallest held-out loss if the loss rose since and the training loss fell."""
+    rounds, values = loss.rounds[loss.rounds > 0], loss.trained
+    if training is None or not np.isfinite(values).all():
+        return None
+    low = int(rounds[values.argmin()])
+    before = training.values[training.rounds <= low]
+    rose = values[-1] > (1 + LOSS_RISE) * values.min()
+    return low if rose and len(before) and training.last < before[-1] else None
+
+
+def _check_rate(run: RunRecord, key: Key, learnt: bool | None) -> Iterator[Problem]:
+    """Judge the learning rate by the losses of the first rounds. The scale of a training loss is unknown."""
+    training, rate = run.curves.get(("train", "loss")), get_path(run.config, "train.optimiser.lr")
+    if learnt is not False or training is None or rate is None:
+        return
+    losses = training.values[:FIRST]
+    held_out = run.curves.get((key[0], name_beside(key[1], "loss")))
+    guessing = math.log(max(2, len(run.classes_of(key[1]))))
+    wild = base_name(key[1]) == "accuracy" and held_out is not None and held_out.trained.max() > GUESSING * guessing
+    first, later = losses[0], float(np.median(losses[1:])) if len(losses) > 1 else float(losses[0])
+    if wild or not np.isfinite(losses).all() or later > (1 + LOSS_RISE) * first:
+        if held_out is not None and wild:
+            evidence = f"the loss reached {held_out.trained.max():.3g}, and that of guessing is {guessing:.3g}"
+        else:
+            evidence = f"the training loss went from {first:.3g} to {later:.3g} in the first {len(losses)} rounds"
+        text = f"The learning rate {rate:g} is probably too high: {evidence}."
+        yield Problem("rate too high", text, worthless=False)
+    elif len(losses) > 2 and (fall := (first - losses[-3:].min()) / abs(first) / (len(losses) - 1)) < LOSS_FALL:
+        high = rate > _USUAL_RATES.get(str(get_path(run.config, "train.optimiser.name")), math.inf)
+        text = (
+            f"The training loss fell by only {100 * max(0.0, fall):.2g} % per round in the first {len(losses)} rounds: the "
+            f"learning rate {rate:g} is probably too {'high' if high else 'low'}."
+        )
+        yield Problem("rate too high" if high else "rate too low", text, worthless=False)
+
+
+# -- the clips ---------------------------------------------------------------------------------------------------------
+
+
+def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | None) -> Iterator[Problem]:
+    """Count the training clips of classes and the held-out clips of clients."""
+    if population is None or not population.has_clips:
+        return
+    for name, data in (
+        population.parts.items() if any(base_name(metric) in ("accuracy", "map") for _, metric in keys) else ()
+    ):
+        counts = data.class_counts()
+        present, clips = int(np.count_nonzero(counts)), int(counts.sum())
+        if present > 1 and clips < FEW * present:
+            text = f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder."
+            yield Problem("few clips", qualify(name, ": ", text), worthless=False)
+    for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
+        if not any(measured == split for measured, _ in run.scores()):
+            continue
+        sizes = population.label_counts(split, slice(_CLIENTS)).sum(axis=1)  # type: ignore[arg-type]
+        alone, sets = np.count_nonzero(sizes == 1), np.count_nonzero(sizes)
+        if 2 * alone > sets:
+            text = (
+                f"{alone} of {sets} clients have a single held-out clip, so their scores are 0 or 1. Raise {setting}."
+            )
+            yield Problem("single clips", text, worthless=False)
+
+
+# -- the next command --------------------------------------------------------------------------------------------------
+
+
+def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: str) -> str:
+    """Choose the command for the most important finding."""
+    folder = display_path(run.folder)
+    name, file = name or shlex.quote(folder), shlex.quote(f"{folder}/config.yaml")
+    if run.done < run.total and not run.stopped:
+        return f"raydfl resume {name}"
+
+    def rerun(suffix: str, *settings: str) -> str:
+        return " ".join([f"raydfl run {file}", shlex.quote(f"run.name={run.id}-{suffix}"), *map(shlex.quote, settings)])
+
+    def train_longer(factor: int) -> str:
+        stop = " run.stop=null" * bool(run.stopped)
+        return f"raydfl resume {name} train.rounds={factor * max(1, run.done)}{stop}"
+
+    check = f"raydfl data info {file}"
+    if "one class" in kinds:
+        return check
+    if learnt is False:
+        for kind, factor in (("diverged", 0.1), ("rate too high", 0.1), ("rate too low", 10.0)):
+            if kind in kinds and not (kind == "rate too low" and "labels" in kinds):
+                return rerun("rate", *_scale_rates(run.config, factor))
+        if kinds & {"rising", "loss falls", "few evaluations"}:
+            return train_longer(4)
+        return check if "labels" in kinds or "few clips" not in kinds else "raydfl methods pretrained"
+    if kinds & {"rising", "loss falls", "few evaluations"}:
+        return train_longer(2)
+    if kinds & {"falling", "overfitting"} and get_path(run.config, "run.best") is None:
+        return rerun("best", "run.best={}")
+    if {"raw features", "few clips"} <= kinds:
+        return "raydfl methods pretrained"
+    return f"raydfl predict {name} PATH/TO/recordings"
+
+
+def _scale_rates(config: Mapping[str, Any], factor: float) -> list[str]:
+    """Return the settings of scaled learning rates."""
+    optimiser = get_path(config, "train.optimiser")
+    settings = [f"train.optimiser.lr={float(optimiser['lr']) * factor:.3g}"]
+    if models := optimiser.get("models"):
+        scaled = {model: float(f"{rate * factor:.3g}") for model, rate in models.items()}
+        settings.append(f"train.optimiser.models={to_yaml(scaled)}")
+    return settings
