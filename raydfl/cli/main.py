@@ -212,9 +212,9 @@ def report_command(
 
 @app.command("explain")
 def explain_command(directory: RunDir, as_json: Json = False) -> None:
-    """Explain whether the run in DIR learnt, what limits it, and what to do next.
+    """Print the verdict on the run in DIR: its score, its limits and the next command.
 
-    The verdict is computed from the files of the run, without training.
+    The command reads the files of the run and trains nothing.
     """
     from raydfl.runs.report import find_problems, judge, measure_run
 

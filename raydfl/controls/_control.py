@@ -77,10 +77,10 @@ def auc_error(anomalous: int, normal: int, auc: float = 0.5) -> float:
 
 
 def auc_interval(auc: float, anomalous: int, normal: int) -> tuple[float, float]:
-    """Return the 95 % interval of an AUC: all values whose distance from it is at most 1.96 of their own standard errors.
+    """Return the 95 % score interval of an AUC: each end is 1.96 of its own standard errors away from the AUC.
 
-    Such a score interval stays in 0..1 and has a width at an AUC of 1 (R. G. Newcombe, Statistics in Medicine 25, 2006). The
-    standard error is that of :func:`auc_error`.
+    Score intervals stay in 0..1 and have a width at an AUC of 1 (R. G. Newcombe, Statistics in Medicine 25, 2006). The standard
+    errors come from :func:`auc_error`.
 
     >>> [round(end, 3) for end in auc_interval(0.5, 20, 20)]
     [0.331, 0.669]

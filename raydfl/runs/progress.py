@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
@@ -26,10 +26,8 @@ from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import Leader, RoundReport
 from raydfl.runs.notebook import NotebookBars, is_notebook
 from raydfl.runs.result import Result
+from raydfl.runs.verdict import Verdict
 from raydfl.runs.words import format_duration, format_size
-
-if TYPE_CHECKING:  # imports matplotlib
-    from raydfl.runs.report import Verdict
 
 Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
 Advance = Callable[..., None]

@@ -21,14 +21,13 @@ from raydfl.engine import Leader, find_best
 from raydfl.engine.storage import check_begun, local_run, read_config, record
 from raydfl.runs.inference.fused import classify_arrays
 from raydfl.runs.inference.recordings import Prediction
+from raydfl.runs.verdict import Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
     from ray.train import Checkpoint
     from ray.train import Result as RayResult
-
-    from raydfl.runs.report import Verdict
 
 _SHOWN = 12
 """Maximum number of scores in a notebook's table."""
@@ -74,7 +73,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run learnt, what limits it, and the next command. raydfl.runs.report.verdict has the rules."""
+        """The verdict: whether the run learnt, what limits it, and the next command. raydfl.runs.report.verdict has the rules."""
         from raydfl.runs.report import judge, read_run  # imports matplotlib
 
         return judge(read_run(self.run_dir))

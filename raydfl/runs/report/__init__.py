@@ -20,7 +20,7 @@ from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
 from raydfl.runs.report.plateau import PlateauSettings, find_plateau
 from raydfl.runs.report.run import draw_figures, render_run
-from raydfl.runs.report.verdict import Verdict, judge
+from raydfl.runs.report.verdict import judge
 
 __all__ = [
     "Curve",
@@ -29,7 +29,6 @@ __all__ = [
     "Plot",
     "RunRecord",
     "Section",
-    "Verdict",
     "align",
     "draw_figures",
     "figures",

@@ -5,79 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raydfl.controls import Control, auc_interval, wilson_interval
 from raydfl.core.errors import RaydflError
-from raydfl.core.metrics import SCORES, base_name, model_name
+from raydfl.core.metrics import base_name
 from raydfl.core.part_names import qualify
 from raydfl.data import Population
 from raydfl.runs.report.data import Key, RunRecord
-
-CLIPS = {
-    "test": "test clips",
-    "server_validation": "validation clips of the server",
-    "client_test": "clips of the clients' own tests",
-    "validation": "held-out clips of the clients",
-}
-"""Test sets in order of preference, with their clips' names."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadlineScore:
-    """The headline score of a part of the data, its interval and its controls. ``None``: unknown."""
-
-    metric: str
-    split: str
-    value: float
-    clips: int | None = None
-    low: float | None = None
-    high: float | None = None
-    chance: float | None = None
-    majority: float | None = None
-    """Share of test clips of the class that is most frequent in training."""
-    majority_class: str = ""
-    raw: float | None = None
-    """Best score of raw features without training."""
-    raw_name: str = ""
-
-    @property
-    def guessing(self) -> float | None:
-        """The larger of chance and majority."""
-        return max((value for value in (self.chance, self.majority) if value is not None), default=None)
-
-    @property
-    def learnt(self) -> bool | None:
-        """True if the interval is above chance and majority. ``None``: unknown."""
-        return None if self.low is None or self.guessing is None else self.low > self.guessing
-
-    @property
-    def error(self) -> float:
-        """Approximate standard error. 0 if unknown."""
-        return 0.0 if self.low is None or self.high is None else (self.high - self.low) / 3.92
-
-    def __str__(self) -> str:
-        score = f"{get_title(self.metric)} {self.value:.3f}"
-        score += "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
-        score += f" on {self.clips or ''} {CLIPS[self.split]}".replace("  ", " ")
-        controls = []
-        if self.majority is not None and self.majority_class:
-            both = "chance and " * (self.majority == self.chance)
-            controls.append(f"{both}always answering {self.majority_class!r} {self.majority:.3f}")
-        if self.chance is not None and self.chance != self.majority:
-            controls.append(f"chance {self.chance:.3f}")
-        if self.raw is not None:
-            controls.append(f"raw features {self.raw:.3f} ({self.raw_name})")
-        text = "; ".join([score, ", ".join(controls)]) if controls else score
-        return text if self.learnt is not False else f"not better than {self._format_guess()}: {text}"
-
-    def _format_guess(self) -> str:
-        if self.majority is not None and self.majority == self.guessing and self.majority_class:
-            return f"always answering {self.majority_class!r} ({self.majority:.3f})"
-        return f"chance ({self.guessing:.3f})"
+from raydfl.runs.verdict import CLIPS, HeadlineScore, find_part
 
 
 def find_headlines(run: RunRecord) -> list[Key]:
@@ -88,16 +26,6 @@ def find_headlines(run: RunRecord) -> list[Key]:
     ):
         keys.setdefault(find_part(key[1]), key)
     return list(keys.values())
-
-
-def find_part(metric: str) -> str:
-    """Return the part of the data in a metric's name. Empty for a single data set."""
-    return model_name(metric).rpartition(":")[0]
-
-
-def get_title(metric: str) -> str:
-    """Return the displayed name of a score."""
-    return SCORES[base_name(metric)].title
 
 
 def name_beside(metric: str, base: str) -> str:

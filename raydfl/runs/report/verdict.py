@@ -30,7 +30,6 @@ import contextlib
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -45,18 +44,9 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data import Population
 from raydfl.runs.report.data import Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import find_problems
-from raydfl.runs.report.headline import (
-    CLIPS,
-    HeadlineScore,
-    find_confusion,
-    find_headlines,
-    find_interval,
-    find_part,
-    get_title,
-    measure_score,
-    name_beside,
-)
+from raydfl.runs.report.headline import find_confusion, find_headlines, find_interval, measure_score, name_beside
 from raydfl.runs.report.plateau import PlateauSettings, find_plateau
+from raydfl.runs.verdict import CLIPS, HeadlineScore, Verdict, find_part, get_title
 
 EVALUATIONS = 5
 """Maximum number of evaluations for the plateau rule. Shorter curves use half of their evaluations, but at least two."""
@@ -81,42 +71,6 @@ _USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
 _CLIENTS = 10_000
 """Maximum number of clients whose held-out sets are counted."""
 _NAMED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The judgement of a run."""
-
-    learnt: bool | None
-    """False if the score of a part of the data is not better than guessing, or the training diverged. ``None``: unknown."""
-    scores: tuple[HeadlineScore, ...]
-    findings: tuple[Problem, ...]
-    next: str
-    """The next command."""
-
-    @property
-    def text(self) -> str:
-        """The scores in one line."""
-        if not self.scores:
-            return "no score was measured"
-        return " | ".join(qualify(find_part(score.metric), ": ", str(score)) for score in self.scores)
-
-    @property
-    def lines(self) -> list[str]:
-        """The scores and the findings for a terminal."""
-        return [f"verdict: {self.text}", *(f"  - {finding.text}" for finding in self.findings)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to a mapping for JSON. Values that are not finite become ``None``."""
-        scores = [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in asdict(score).items()
-            }
-            for score in self.scores
-        ]
-        findings = [{"kind": finding.kind, "text": finding.text} for finding in self.findings]
-        return {"learnt": self.learnt, "text": self.text, "scores": scores, "findings": findings, "next": self.next}
 
 
 def judge(run: RunRecord, name: str = "") -> Verdict:
@@ -328,9 +282,10 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
     if "one class" in kinds:
         return check
     if learnt is False:
-        for kind, factor in (("diverged", 0.1), ("rate too high", 0.1), ("rate too low", 10.0)):
-            if kind in kinds and not (kind == "rate too low" and "labels" in kinds):
-                return rerun("rate", *_scale_rates(run.config, factor))
+        if kinds & {"diverged", "rate too high"}:
+            return rerun("rate", *_scale_rates(run.config, 0.1))
+        if "rate too low" in kinds and "labels" not in kinds:
+            return rerun("rate", *_scale_rates(run.config, 10.0))
         if kinds & {"rising", "loss falls", "few evaluations"}:
             return train_longer(4)
         return check if "labels" in kinds or "few clips" not in kinds else "raydfl methods pretrained"
@@ -344,9 +299,11 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
 
 
 def _scale_rates(config: Mapping[str, Any], factor: float) -> list[str]:
-    """Return the settings of scaled learning rates."""
+    """Return the settings of learning rates scaled by ``factor``, or by more if the usual rate is further away."""
     optimiser = get_path(config, "train.optimiser")
-    settings = [f"train.optimiser.lr={float(optimiser['lr']) * factor:.3g}"]
+    usual = _USUAL_RATES[optimiser["name"]] / optimiser["lr"]
+    factor = min(factor, usual) if factor < 1 else max(factor, usual)
+    settings = [f"train.optimiser.lr={optimiser['lr'] * factor:.3g}"]
     if models := optimiser.get("models"):
         scaled = {model: float(f"{rate * factor:.3g}") for model, rate in models.items()}
         settings.append(f"train.optimiser.models={to_yaml(scaled)}")
