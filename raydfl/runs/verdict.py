@@ -57,11 +57,6 @@ class HeadlineScore:
         """True if the interval is above chance and majority. ``None``: unknown."""
         return None if self.low is None or self.guessing is None else self.low > self.guessing
 
-    @property
-    def error(self) -> float:
-        """Approximate standard error. 0 if unknown."""
-        return 0.0 if self.low is None or self.high is None else (self.high - self.low) / 3.92
-
     def __str__(self) -> str:
         score = f"{get_title(self.metric)} {self.value:.3f}"
         score += "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"

@@ -10,7 +10,7 @@ above chance and above the share of the most frequent class, and the training di
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of held-out clips if measured, otherwise of the test clips.
 - ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
-- ``falling``: it did not rise, and the last three values are below the best by twice that rise.
+- ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
 - ``few evaluations``: fewer than three evaluations.
 - ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
@@ -18,7 +18,7 @@ above chance and above the share of the most frequent class, and the training di
 - ``rate too low``: not learnt, and the training loss of the first :data:`FIRST` rounds fell by less than :data:`LOSS_FALL` per
   round.
 - ``labels``: not learnt, and the best raw-feature control did not learn either, with at least :data:`FEW_TESTED` test clips.
-- ``raw features``: the best raw-feature control is inside or above the interval.
+- ``raw features``: the best raw-feature control is inside the interval. ``below raw features``: above it.
 - ``few clips``: fewer than :data:`FEW` training clips per class. ``few test clips``: fewer than :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
@@ -68,6 +68,7 @@ FEW_TESTED = 100
 """Test clips. With 100, the interval of an accuracy of 50 % is 19 points wide."""
 _USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
 """A loss that does not move at a higher rate suggests a collapsed network."""
+_ADAM = "train.optimiser={name: adam, lr: 0.003}"
 _CLIENTS = 10_000
 """Maximum number of clients whose held-out sets are counted."""
 _NAMED = 5
@@ -91,7 +92,7 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
     learnt = False if worthless else all(known) if known else None
     findings = [finding for score in scores for finding in _check_score(run, score)]
     if keys and not worthless:
-        findings = [*_judge_trend(run, keys[0], scores[0]), *_check_rate(run, keys[0], learnt), *findings]
+        findings = [*_judge_trend(run, keys[0], scores[0], learnt), *_check_rate(run, keys[0], learnt), *findings]
     findings += _check_clips(run, keys, population)
     command = _choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
     return Verdict(learnt, scores, tuple(findings), command)
@@ -108,12 +109,11 @@ def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
         if low is not None and score.guessing is not None and low <= score.guessing:
             text = f"Raw features do not learn either ({score.raw:.3f}). Check that the labels match the recordings."
             yield Problem("labels", mark + text, worthless=False)
-    if score.learnt is not None and score.raw is not None and score.high is not None and score.raw >= score.low:  # type: ignore[operator]
-        worse = score.raw > score.high
-        text = (
-            "Raw features without training score higher" if worse else "The interval includes the score of raw features"
-        )
-        yield Problem("raw features", f"{mark}{text} ({score.raw_name}, {score.raw:.3f}).", worthless=False)
+    if score.raw is not None and score.low is not None and score.high is not None and score.raw >= score.low:
+        kind, text = "raw features", "The interval includes the score of raw features"
+        if score.raw > score.high:
+            kind, text = "below raw features", "Raw features without training score higher"
+        yield Problem(kind, f"{mark}{text} ({score.raw_name}, {score.raw:.3f}).", worthless=False)
     if score.clips and score.clips < FEW_TESTED and score.low is not None and score.high is not None:
         text = f"{score.clips} test clips are few: the interval has {100 * (score.high - score.low):.0f} points. Add test clips."
         yield Problem("few test clips", mark + text, worthless=False)
@@ -155,7 +155,7 @@ def _gain(curve: Curve, rise: float, sign: float = 1.0) -> float | None:
     return None if flat else float(best[-1] - best[0])
 
 
-def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore) -> Iterator[Problem]:
+def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | None) -> Iterator[Problem]:
     """Judge the trend of the held-out score and loss."""
     metric = key[1]
     split = next((name for name in ("validation", "server_validation") if (name, metric) in run.curves), key[0])
@@ -168,7 +168,11 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore) -> Iterator[Pro
         return
     scale, sign = (100.0, 1.0) if shown.share else (1.0, 1.0 if shown.higher_is_better else -1.0)
     values = Curve(curve.rounds, scale * curve.values, curve.totals)
-    rise = max(RISE, scale * score.error) if shown.share else LOSS_FALL * abs(float(curve.trained[0]))
+    rise = (
+        max(RISE, scale * _estimate_error(run, (split, metric), score))
+        if shown.share
+        else LOSS_FALL * abs(float(curve.trained[0]))
+    )
     where = f"the last {_count_last(curve)} evaluations"
     falling = (
         loss is not None
@@ -182,7 +186,7 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore) -> Iterator[Pro
     if gain is not None:
         amount = f"{gain:.1f} points" if shown.share else f"{gain:.3g}"
         yield Problem("rising", f"{name} still improves, by {amount} in {where}.{more}", worthless=False)
-    elif lost >= 2 * rise:
+    elif lost >= 2 * rise and learnt is not False:  # Scores of untrained models vary widely.
         best = int(curve.rounds[curve.rounds > 0][(sign * values.trained).argmax()])
         amount = f"{lost:.1f} points" if shown.share else f"{lost:.3g}"
         yield Problem("falling", f"{name} is {amount} worse than in round {best}.", worthless=False)
@@ -195,6 +199,14 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore) -> Iterator[Pro
     else:
         text = f"{name} is at a plateau: less than {rise:.1f} points gained in {where}.{more}"
         yield Problem("loss falls" if falling else "plateau", text, worthless=False)
+
+
+def _estimate_error(run: RunRecord, key: Key, score: HeadlineScore) -> float:
+    """Estimate the standard error of the last value of a curve. 0: unknown."""
+    matrix = find_confusion(run, key)
+    clips = score.clips if matrix is None else int(matrix.sum())
+    low, high = find_interval(base_name(key[1]), run.curves[key].last, clips, run.controls)
+    return 0.0 if low is None or high is None else (high - low) / 3.92
 
 
 def _find_overfitting(loss: Curve, training: Curve | None) -> int | None:
@@ -279,6 +291,7 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
         return f"raydfl resume {name} train.rounds={factor * max(1, run.done)}{stop}"
 
     check = f"raydfl data info {file}"
+    uses_sgd = get_path(run.config, "train.optimiser.name") == "sgd"
     if "one class" in kinds:
         return check
     if learnt is False:
@@ -288,12 +301,16 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
             return rerun("rate", *_scale_rates(run.config, 10.0))
         if kinds & {"rising", "loss falls", "few evaluations"}:
             return train_longer(4)
+        if "below raw features" in kinds:  # The data suffice.
+            return rerun("adam", _ADAM) if uses_sgd else train_longer(4)
         return check if "labels" in kinds or "few clips" not in kinds else "raydfl methods pretrained"
     if kinds & {"rising", "loss falls", "few evaluations"}:
         return train_longer(2)
     if kinds & {"falling", "overfitting"} and get_path(run.config, "run.best") is None:
         return rerun("best", "run.best={}")
-    if {"raw features", "few clips"} <= kinds:
+    if "below raw features" in kinds and uses_sgd:
+        return rerun("adam", _ADAM)
+    if "below raw features" in kinds and "few clips" in kinds:
         return "raydfl methods pretrained"
     return f"raydfl predict {name} PATH/TO/recordings"
 
