@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 
 RAW = "raw features: "
 """Prefix of the names of raw-feature controls."""
-_Z = 1.959964
+_Z = 1.959963984540054
 """Quantile of the normal distribution for 95 %."""
 _NEAR = 1e-9
 

@@ -128,6 +128,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"accuracies": FLAT, "training": [1.4] * 12, "lr": 1e-5},
         {"accuracies": FLAT, "training": [*np.linspace(1.4, 1.3, 12)], "lr": 1e-5},
     ),
+    (
+        "rate too low",
+        {"accuracies": FLAT, "training": [1.4] * 12, "lr": 1e-5, "raw": 0.4},
+        {"accuracies": FLAT, "training": [1.4] * 12, "lr": 1e-5, "raw": 0.3},
+    ),
     ("labels", {"accuracies": FLAT, "raw": 0.3}, {"accuracies": FLAT, "raw": 0.4}),
     ("below raw features", {"accuracies": LEARNT, "raw": 0.96}, {"accuracies": LEARNT, "raw": 0.92}),
     ("raw features", {"accuracies": LEARNT, "raw": 0.92}, {"accuracies": LEARNT, "raw": 0.8}),
@@ -222,6 +227,7 @@ COMMANDS: list[tuple[dict[str, Any], str]] = [
         {"accuracies": FLAT, "training": [1.4, *[2.0] * 11], "lr": 10.0},
         "raydfl run {run}/config.yaml run.name=run-rate train.optimiser.lr=0.003",
     ),
+    ({"accuracies": LEARNT, "raw": 0.97}, "raydfl resume {run} train.rounds=24"),
     ({"accuracies": FLAT, "raw": 0.25}, "raydfl data info {run}/config.yaml"),
     ({"accuracies": [*LEARNT, 0.6, 0.6, 0.6]}, "raydfl run {run}/config.yaml run.name=run-best run.best={{}}"),
 ]

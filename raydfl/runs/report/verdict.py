@@ -8,7 +8,7 @@ above chance and above the share of the most frequent class, and the training di
 **Findings.** Their kinds and rules:
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
-  (:func:`find_plateau`, the rule of studies). The curve is that of held-out clips if measured, otherwise of the test clips.
+  (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
 - ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
@@ -17,7 +17,8 @@ above chance and above the share of the most frequent class, and the training di
   :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing.
 - ``rate too low``: not learnt, and the training loss of the first :data:`FIRST` rounds fell by less than :data:`LOSS_FALL` per
   round.
-- ``labels``: not learnt, and the best raw-feature control did not learn either, with at least :data:`FEW_TESTED` test clips.
+- ``labels``: not learnt, and the interval of the best raw-feature control is not above guessing by :data:`RAW_GAIN`, with at
+  least :data:`FEW_TESTED` test clips. Only for accuracies. It replaces ``rate too low`` and the comparison with raw features.
 - ``raw features``: the best raw-feature control is inside the interval. ``below raw features``: above it.
 - ``few clips``: fewer than :data:`FEW` training clips per class. ``few test clips``: fewer than :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
@@ -62,10 +63,14 @@ LOSS_RISE = 0.1
 """Smallest relative rise of a loss."""
 GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
+RAW_GAIN = 0.02
+"""Smallest relevant gain of raw features over guessing. It exceeds the luck of the best of two controls."""
 FEW = 50
 """Training clips per class."""
 FEW_TESTED = 100
 """Test clips. With 100, the interval of an accuracy of 50 % is 19 points wide."""
+HELD_OUT = 30
+"""Smallest number of held-out clips for a trend."""
 _USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
 """A loss that does not move at a higher rate suggests a collapsed network."""
 _ADAM = "train.optimiser={name: adam, lr: 0.003}"
@@ -92,7 +97,8 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
     learnt = False if worthless else all(known) if known else None
     findings = [finding for score in scores for finding in _check_score(run, score)]
     if keys and not worthless:
-        findings = [*_judge_trend(run, keys[0], scores[0], learnt), *_check_rate(run, keys[0], learnt), *findings]
+        rate = [] if any(_doubts_labels(score) for score in scores) else _check_rate(run, keys[0], learnt)
+        findings = [*_judge_trend(run, keys[0], scores[0], learnt), *rate, *findings]
     findings += _check_clips(run, keys, population)
     command = _choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
     return Verdict(learnt, scores, tuple(findings), command)
@@ -104,12 +110,10 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
 def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
     """Compare a score with raw features, and check the test clips."""
     mark = qualify(find_part(score.metric), ": ", "")
-    if score.learnt is False and score.raw is not None and score.clips and score.clips >= FEW_TESTED:
-        low, _ = find_interval(base_name(score.metric), score.raw, score.clips, run.controls)
-        if low is not None and score.guessing is not None and low <= score.guessing:
-            text = f"Raw features do not learn either ({score.raw:.3f}). Check that the labels match the recordings."
-            yield Problem("labels", mark + text, worthless=False)
-    if score.raw is not None and score.low is not None and score.high is not None and score.raw >= score.low:
+    if _doubts_labels(score):
+        text = f"Raw features do not learn either ({score.raw:.3f}). Check that the labels match the recordings."
+        yield Problem("labels", mark + text, worthless=False)
+    elif score.raw is not None and score.low is not None and score.high is not None and score.raw >= score.low:
         kind, text = "raw features", "The interval includes the score of raw features"
         if score.raw > score.high:
             kind, text = "below raw features", "Raw features without training score higher"
@@ -128,8 +132,17 @@ def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
             yield Problem("never predicted", mark + text, worthless=False)
 
 
+def _doubts_labels(score: HeadlineScore) -> bool:
+    """Return whether neither the run nor raw features learnt, on enough test clips."""
+    if score.learnt is not False or score.raw is None or score.guessing is None or (score.clips or 0) < FEW_TESTED:
+        return False
+    low, _ = find_interval(base_name(score.metric), score.raw, score.clips, ())
+    return low is not None and low <= score.guessing + RAW_GAIN
+
+
 def _list_names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:_NAMED])) + " ..." * (len(names) > _NAMED)
+    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    return ", ".join(map(repr, names[:_NAMED])) + more
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------
@@ -158,7 +171,9 @@ def _gain(curve: Curve, rise: float, sign: float = 1.0) -> float | None:
 def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | None) -> Iterator[Problem]:
     """Judge the trend of the held-out score and loss."""
     metric = key[1]
-    split = next((name for name in ("validation", "server_validation") if (name, metric) in run.curves), key[0])
+    split = next(
+        (name for name in ("validation", "server_validation") if _count_clips(run, (name, metric)) >= HELD_OUT), key[0]
+    )
     curve, loss = run.curves[split, metric], run.curves.get((split, name_beside(metric, "loss")))
     shown = SCORES[base_name(metric)]
     count = len(curve.trained)
@@ -201,10 +216,15 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         yield Problem("loss falls" if falling else "plateau", text, worthless=False)
 
 
+def _count_clips(run: RunRecord, key: Key) -> int:
+    """Count the clips of the last value of a score. 0 without a confusion matrix."""
+    matrix = find_confusion(run, key)
+    return 0 if matrix is None or key not in run.curves else int(matrix.sum())
+
+
 def _estimate_error(run: RunRecord, key: Key, score: HeadlineScore) -> float:
     """Estimate the standard error of the last value of a curve. 0: unknown."""
-    matrix = find_confusion(run, key)
-    clips = score.clips if matrix is None else int(matrix.sum())
+    clips = _count_clips(run, key) or score.clips
     low, high = find_interval(base_name(key[1]), run.curves[key].last, clips, run.controls)
     return 0.0 if low is None or high is None else (high - low) / 3.92
 
@@ -297,7 +317,7 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
     if learnt is False:
         if kinds & {"diverged", "rate too high"}:
             return rerun("rate", *_scale_rates(run.config, 0.1))
-        if "rate too low" in kinds and "labels" not in kinds:
+        if "rate too low" in kinds:
             return rerun("rate", *_scale_rates(run.config, 10.0))
         if kinds & {"rising", "loss falls", "few evaluations"}:
             return train_longer(4)
@@ -310,8 +330,8 @@ def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: 
         return rerun("best", "run.best={}")
     if "below raw features" in kinds and uses_sgd:
         return rerun("adam", _ADAM)
-    if "below raw features" in kinds and "few clips" in kinds:
-        return "raydfl methods pretrained"
+    if "below raw features" in kinds:
+        return "raydfl methods pretrained" if "few clips" in kinds else train_longer(2)
     return f"raydfl predict {name} PATH/TO/recordings"
 
 
