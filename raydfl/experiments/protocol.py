@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.runs import LOCAL, POOLED
 
 SEEDS = 5
 """Minimum number of repeats of a confirmatory study."""
@@ -43,8 +44,8 @@ LABELS: Mapping[str, str] = {
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # With the smallest normal float32 as learning rate, no step changes a weight.
     "untrained": {"train.rounds": 1, "train.optimiser.lr": 1.2e-38},
-    "local": {"method": {"name": "fedper", "personal": ["model"]}},
-    "centralised": {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0},
+    "local": LOCAL,
+    "centralised": POOLED,
     "fedavg": {"method": {"name": "fedavg"}},
     "fedavg_fine_tuned": {"method": {"name": "fedavg"}, "evaluate.fine_tune": {"epochs": 1}},
     "compute_matched": {},

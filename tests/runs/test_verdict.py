@@ -114,8 +114,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "rate too high",
-        {"accuracies": FLAT, "held_out": [3.0, *[1.4] * 11], "training": FALLING_LOSS},
-        {"accuracies": FLAT, "held_out": [2.7, *[1.4] * 11], "training": FALLING_LOSS},
+        {"accuracies": FLAT, "held_out": [3.0, *[1.4] * 11], "training": [*np.linspace(1.4, 1.3, 12)]},
+        {"accuracies": FLAT, "held_out": [2.7, *[1.4] * 11], "training": [*np.linspace(1.4, 1.3, 12)]},
+    ),
+    (
+        "rate too high",
+        {"accuracies": FLAT, "held_out": [1.4, *[3.0] * 11], "training": [*np.linspace(1.4, 1.3, 12)]},
+        {"accuracies": FLAT, "held_out": [1.4, *[3.0] * 11], "training": FALLING_LOSS},
     ),
     (
         "rate too high",
@@ -218,7 +223,10 @@ COMMANDS: list[tuple[dict[str, Any], str]] = [
     ({"accuracies": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}, "raydfl resume {run} train.rounds=12"),
     ({"accuracies": [0.25]}, "raydfl resume {run} train.rounds=4"),
     ({"accuracies": LEARNT, "total": 20}, "raydfl resume {run}"),
-    ({"accuracies": LEARNT}, "raydfl predict {run} PATH/TO/recordings"),
+    (
+        {"accuracies": LEARNT},
+        "raydfl run {run}/config.yaml run.name=run-reference 'run.reference={{pooled: true, local: true}}'",
+    ),
     (
         {"accuracies": FLAT, "training": [1.4] * 12, "lr": 1e-5, "raw": 0.8},
         "raydfl run {run}/config.yaml run.name=run-rate train.optimiser.lr=0.003",
@@ -296,6 +304,41 @@ def test_few_and_single_clips_are_counted(tiny: Tiny) -> None:
     assert "clients have a single held-out clip" in findings["single clips"]
     many, _ = run_tiny(tiny, "train.rounds=1", "data.takes=12", "data.split.validation=0.2", "run.name=many")
     assert not {"few clips", "single clips"} & list_kinds(many.verdict)
+
+
+def test_references_are_other_runs_of_the_same_clips(tiny: Tiny, tmp_path: Path) -> None:
+    """The pooled run makes as many passes: 4 rounds of half the clients are 2 rounds of all clips."""
+    settings = "run.reference={pooled: true, local: true}"
+    run_tiny(tiny, "train.rounds=2", settings)
+    result = raydfl.resume(tmp_path / "runs" / "tiny", ["train.rounds=4"])  # continues the references, too
+    folder = result.run_dir / "reference"
+    pooled, local = (raydfl.load_result(folder / name) for name in ("pooled", "local"))
+    assert (pooled.round, local.round) == (2, 4)
+    findings = {finding.kind.removeprefix("worse than "): finding.text for finding in result.verdict.findings}
+    assert f"accuracy {pooled.scores['test model/accuracy']:.3f} [" in findings["pooled"]
+    assert f"accuracy {local.scores['test model/accuracy']:.3f} [" in findings["local"]
+    alone = run(
+        tiny("train.rounds=4", "data.test_takes=5", "run.name=alone", "method={name: fedper, personal: [model]}")
+    )
+    assert alone.scores == local.scores
+
+
+def test_references_need_a_single_model(tiny: Tiny) -> None:
+    output = io.StringIO()
+    result = run(tiny("train.rounds=1", "run.reference={local: true}", method="fedmlac"), Progress("lines", output))
+    assert result.finished
+    assert "warning: run.reference: the method 'fedmlac' does not train a single model named model" in output.getvalue()
+
+
+def test_references_decide_the_next_command(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", LEARNT)
+    write_run(folder / "reference" / "pooled", [0.98])
+    write_run(folder / "reference" / "local", [0.88])
+    verdict = judge(read_run(folder))
+    texts = {finding.kind: finding.text for finding in verdict.findings}
+    assert texts["worse than pooled"].startswith("The same clips pooled: accuracy 0.980 [")
+    assert texts["local"].endswith("so a benefit of the federation is not shown.")
+    assert verdict.next.endswith("run.name=run-fedopt method=fedopt")
 
 
 def test_the_command_explains_a_run(tiny: Tiny, raydfl: Raydfl) -> None:

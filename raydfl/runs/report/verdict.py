@@ -14,12 +14,15 @@ above chance and above the share of the most frequent class, and the training di
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
 - ``few evaluations``: fewer than three evaluations.
 - ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
-  :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing.
+  :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing and the training loss is
+  still as large as that of guessing.
 - ``rate too low``: not learnt, and the training loss of the first :data:`FIRST` rounds fell by less than :data:`LOSS_FALL` per
   round.
 - ``labels``: not learnt, and the interval of the best raw-feature control is not above guessing by :data:`RAW_GAIN`, with at
   least :data:`FEW_TESTED` test clips. Only for accuracies. It replaces ``rate too low`` and the comparison with raw features.
 - ``raw features``: the best raw-feature control is inside the interval. ``below raw features``: above it.
+- ``pooled``, ``worse than pooled``, ``local``: the scores of ``run.reference``. Pooled clips are better if their interval is above
+  that of the run. A federation has no shown benefit if the score of single clients is not below its interval.
 - ``few clips``: fewer than :data:`FEW` training clips per class. ``few test clips``: fewer than :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
@@ -29,23 +32,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.files import display_path
 from raydfl.core.metrics import SCORES, base_name
 from raydfl.core.nested import get_path
 from raydfl.core.part_names import qualify
 from raydfl.core.types import Problem
-from raydfl.core.yaml import to_yaml
 from raydfl.data import Population
-from raydfl.runs.report.data import Curve, Key, RunRecord
+from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.headline import find_confusion, find_headlines, find_interval, measure_score, name_beside
+from raydfl.runs.report.next_command import USUAL_RATES, choose_command
 from raydfl.runs.report.plateau import PlateauSettings, find_plateau
 from raydfl.runs.verdict import CLIPS, HeadlineScore, Verdict, find_part, get_title
 
@@ -71,9 +71,6 @@ FEW_TESTED = 100
 """Test clips. With 100, the interval of an accuracy of 50 % is 19 points wide."""
 HELD_OUT = 30
 """Smallest number of held-out clips for a trend."""
-_USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
-"""A loss that does not move at a higher rate suggests a collapsed network."""
-_ADAM = "train.optimiser={name: adam, lr: 0.003}"
 _CLIENTS = 10_000
 """Maximum number of clients whose held-out sets are counted."""
 _NAMED = 5
@@ -99,8 +96,10 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
     if keys and not worthless:
         rate = [] if any(_doubts_labels(score) for score in scores) else _check_rate(run, keys[0], learnt)
         findings = [*_judge_trend(run, keys[0], scores[0], learnt), *rate, *findings]
+    if scores:
+        findings += _compare_references(run, scores[0])
     findings += _check_clips(run, keys, population)
-    command = _choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
+    command = choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
     return Verdict(learnt, scores, tuple(findings), command)
 
 
@@ -130,6 +129,33 @@ def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
         if never:
             text = f"{len(never)} of {tested.sum()} tested classes are never predicted: {_list_names(never)}."
             yield Problem("never predicted", mark + text, worthless=False)
+
+
+def _compare_references(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
+    """Compare a score with the runs of ``run.reference``."""
+    names = {"pooled": "The same clips pooled", "local": "Each client alone"}
+    for kind, name in names.items():
+        reference = _read_reference(run, kind)
+        if reference is None or score.low is None or score.high is None:
+            continue
+        text, low, high = f"{name}: {get_title(reference.metric)} {reference.value:.3f}", reference.low, reference.high
+        text += "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+        if kind == "pooled" and low is not None and low > score.high:
+            yield Problem("worse than pooled", f"{text}, better than the federation.", worthless=False)
+        elif kind == "local" and reference.value >= score.low:
+            yield Problem(kind, f"{text}, so a benefit of the federation is not shown.", worthless=False)
+        else:
+            yield Problem(kind, f"{text}.", worthless=False)
+
+
+def _read_reference(run: RunRecord, name: str) -> HeadlineScore | None:
+    """Read the headline score of a reference run, or ``None`` without one."""
+    folder = run.folder / "reference" / name
+    if not (folder / "rows").is_dir():
+        return None
+    reference = read_run(folder)
+    keys = find_headlines(reference)
+    return measure_score(reference, keys[0], None) if keys else None
 
 
 def _doubts_labels(score: HeadlineScore) -> bool:
@@ -248,7 +274,9 @@ def _check_rate(run: RunRecord, key: Key, learnt: bool | None) -> Iterator[Probl
     losses = training.values[:FIRST]
     held_out = run.curves.get((key[0], name_beside(key[1], "loss")))
     guessing = math.log(max(2, len(run.classes_of(key[1]))))
-    wild = base_name(key[1]) == "accuracy" and held_out is not None and held_out.trained.max() > GUESSING * guessing
+    untrained = losses[-1] > 0.9 * guessing  # Overfitted models have a large held-out loss, too.
+    far = base_name(key[1]) == "accuracy" and held_out is not None and held_out.trained.max() > GUESSING * guessing
+    wild = far and untrained
     first, later = losses[0], float(np.median(losses[1:])) if len(losses) > 1 else float(losses[0])
     if wild or not np.isfinite(losses).all() or later > (1 + LOSS_RISE) * first:
         if held_out is not None and wild:
@@ -258,7 +286,7 @@ def _check_rate(run: RunRecord, key: Key, learnt: bool | None) -> Iterator[Probl
         text = f"The learning rate {rate:g} is probably too high: {evidence}."
         yield Problem("rate too high", text, worthless=False)
     elif len(losses) > 2 and (fall := (first - losses[-3:].min()) / abs(first) / (len(losses) - 1)) < LOSS_FALL:
-        high = rate > _USUAL_RATES.get(str(get_path(run.config, "train.optimiser.name")), math.inf)
+        high = rate > USUAL_RATES.get(str(get_path(run.config, "train.optimiser.name")), math.inf)
         text = (
             f"The training loss fell by only {100 * max(0.0, fall):.2g} % per round in the first {len(losses)} rounds: the "
             f"learning rate {rate:g} is probably too {'high' if high else 'low'}."
@@ -291,57 +319,3 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
                 f"{alone} of {sets} clients have a single held-out clip, so their scores are 0 or 1. Raise {setting}."
             )
             yield Problem("single clips", text, worthless=False)
-
-
-# -- the next command --------------------------------------------------------------------------------------------------
-
-
-def _choose_command(run: RunRecord, learnt: bool | None, kinds: set[str], name: str) -> str:
-    """Choose the command for the most important finding."""
-    folder = display_path(run.folder)
-    name, file = name or shlex.quote(folder), shlex.quote(f"{folder}/config.yaml")
-    if run.done < run.total and not run.stopped:
-        return f"raydfl resume {name}"
-
-    def rerun(suffix: str, *settings: str) -> str:
-        return " ".join([f"raydfl run {file}", shlex.quote(f"run.name={run.id}-{suffix}"), *map(shlex.quote, settings)])
-
-    def train_longer(factor: int) -> str:
-        stop = " run.stop=null" * bool(run.stopped)
-        return f"raydfl resume {name} train.rounds={factor * max(1, run.done)}{stop}"
-
-    check = f"raydfl data info {file}"
-    uses_sgd = get_path(run.config, "train.optimiser.name") == "sgd"
-    if "one class" in kinds:
-        return check
-    if learnt is False:
-        if kinds & {"diverged", "rate too high"}:
-            return rerun("rate", *_scale_rates(run.config, 0.1))
-        if "rate too low" in kinds:
-            return rerun("rate", *_scale_rates(run.config, 10.0))
-        if kinds & {"rising", "loss falls", "few evaluations"}:
-            return train_longer(4)
-        if "below raw features" in kinds:  # The data suffice.
-            return rerun("adam", _ADAM) if uses_sgd else train_longer(4)
-        return check if "labels" in kinds or "few clips" not in kinds else "raydfl methods pretrained"
-    if kinds & {"rising", "loss falls", "few evaluations"}:
-        return train_longer(2)
-    if kinds & {"falling", "overfitting"} and get_path(run.config, "run.best") is None:
-        return rerun("best", "run.best={}")
-    if "below raw features" in kinds and uses_sgd:
-        return rerun("adam", _ADAM)
-    if "below raw features" in kinds:
-        return "raydfl methods pretrained" if "few clips" in kinds else train_longer(2)
-    return f"raydfl predict {name} PATH/TO/recordings"
-
-
-def _scale_rates(config: Mapping[str, Any], factor: float) -> list[str]:
-    """Return the settings of learning rates scaled by ``factor``, or by more if the usual rate is further away."""
-    optimiser = get_path(config, "train.optimiser")
-    usual = _USUAL_RATES[optimiser["name"]] / optimiser["lr"]
-    factor = min(factor, usual) if factor < 1 else max(factor, usual)
-    settings = [f"train.optimiser.lr={optimiser['lr'] * factor:.3g}"]
-    if models := optimiser.get("models"):
-        scaled = {model: float(f"{rate * factor:.3g}") for model, rate in models.items()}
-        settings.append(f"train.optimiser.models={to_yaml(scaled)}")
-    return settings
