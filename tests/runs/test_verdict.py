@@ -107,6 +107,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.64], "training": [*np.linspace(1.4, 0.1, 12)]},
     ),
     ("few evaluations", {"accuracies": [0.25, 0.5]}, {"accuracies": [0.25, 0.5, 0.7]}),
+    ("few evaluations", {"accuracies": [0.5] * 5}, {"accuracies": [0.5] * 6}),
+    ("plateau", {"accuracies": [0.5] * 6}, {"accuracies": [0.5] * 5}),
     (
         "rate too high",
         {"accuracies": FLAT, "training": [1.4, *[2.0] * 11], "lr": 0.001},

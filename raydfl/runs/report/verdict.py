@@ -12,7 +12,7 @@ above chance and above the share of the most frequent class, and the training di
 - ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
-- ``few evaluations``: fewer than three evaluations.
+- ``few evaluations``: fewer than three evaluations, or no rise and fewer than :data:`LEAST`.
 - ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
   :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing and the training loss is
   still as large as that of guessing.
@@ -51,6 +51,8 @@ from raydfl.runs.verdict import CLIPS, HeadlineScore, Verdict, find_part, get_ti
 
 EVALUATIONS = 5
 """Maximum number of evaluations for the plateau rule. Shorter curves use half of their evaluations, but at least two."""
+LEAST = 6
+"""Smallest number of evaluations for a plateau."""
 RISE = 1.0
 """Smallest relevant rise of a score, in points of per cent."""
 FIRST = 10
@@ -237,6 +239,9 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
             f"while the training loss fell."
         )
         yield Problem("overfitting", text, worthless=False)
+    elif count < LEAST:
+        text = f"Too few evaluations to see a plateau: {count}. Train for more rounds, or lower evaluate.every."
+        yield Problem("few evaluations", text, worthless=False)
     else:
         text = f"{name} is at a plateau: less than {rise:.1f} points gained in {where}.{more}"
         yield Problem("loss falls" if falling else "plateau", text, worthless=False)
