@@ -5,6 +5,7 @@ Exit codes: 0 for success, 2 for a bad configuration, bad input or a worthless r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -209,6 +210,24 @@ def report_command(
             print(f"warning: {run.folder}: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
+@app.command("explain")
+def explain_command(directory: RunDir, as_json: Json = False) -> None:
+    """Print the verdict on the run in DIR: its score, its limits and the next command.
+
+    The command reads the files of the run and trains nothing.
+    """
+    from raydfl.runs.report import find_problems, judge, measure_run
+
+    run = measure_run(directory.resolve())
+    verdict, problems = judge(run), find_problems(run)
+    if as_json:
+        print(json.dumps({**verdict.to_dict(), "problems": [dataclasses.asdict(problem) for problem in problems]}))  # noqa: T201
+        return
+    lines = [*(f"{'worthless' if p.worthless else 'warning'}: {p.text}" for p in problems), *verdict.lines]
+    for line in [*lines, f"next: {verdict.next}"]:
+        print(printable(line))  # noqa: T201
+
+
 ModelName = Annotated[
     str | None,
     typer.Option("--model", help="name of the model; default: the shared model, or the private model of --client"),
@@ -273,8 +292,6 @@ def predict_command(
     Recordings are wav, flac, ogg, opus, mp3, aiff and more, at any sample rate and number of channels. Models of images read
     images. Videos need the extra "video". Unreadable files are listed at the end, with exit code 2.
     """
-    import dataclasses
-
     from raydfl.cli.predictions import Form, show
     from raydfl.runs.inference import (
         RunFusion,

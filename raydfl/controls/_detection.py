@@ -46,7 +46,7 @@ def measure_detectors(
         The controls, and the reason for missing controls.
     """
     metric = objective.headline
-    measured: dict[tuple[str, str], list[tuple[Ratio, float]]] = {}
+    measured: dict[tuple[str, str], list[tuple[Ratio, float, int]]] = {}
     for split, normal, test in _list_tests(data, objective, rng) if objective.normal else ():
         reference, of_reference, deviation = _describe(normal, objective)
         frames, clips, _ = _describe(test, objective)
@@ -61,7 +61,7 @@ def measure_detectors(
             ratio = ranking_metrics(scores, only=(metric,)).get(metric)
             if ratio and ratio.count:
                 error = auc_error(anomalous, len(frames) - anomalous)
-                measured.setdefault((name, split), []).append((ratio, error))
+                measured.setdefault((name, split), []).append((ratio, error, anomalous))
     controls = [_average(*key, metric, results) for key, results in measured.items()]
     return controls, "" if controls else "Raw features have no score, because no test has known anomalous clips."
 
@@ -124,9 +124,11 @@ def _score(reference: Tensor, machines: np.ndarray, frames: Tensor, tested: np.n
     return scores
 
 
-def _average(name: str, split: str, metric: str, results: Sequence[tuple[Ratio, float]]) -> Control:
-    """Average the ratios and standard errors of several tests, weighted by their clips."""
-    count = sum(int(ratio.count) for ratio, _ in results)
-    value = sum(ratio.total for ratio, _ in results) / count
-    error = math.sqrt(sum((ratio.count * error) ** 2 for ratio, error in results)) / count
-    return Control(name, split, metric, value, count, error if metric == "auc" else None)
+def _average(name: str, split: str, metric: str, results: Sequence[tuple[Ratio, float, int]]) -> Control:
+    """Average the ratios and standard errors of several tests, weighted by their clips, and add their anomalous clips."""
+    count = sum(int(ratio.count) for ratio, *_ in results)
+    value = sum(ratio.total for ratio, *_ in results) / count
+    if metric != "auc":
+        return Control(name, split, metric, value, count)
+    error = math.sqrt(sum((ratio.count * error) ** 2 for ratio, error, _ in results)) / count
+    return Control(name, split, metric, value, count, error, sum(anomalous for *_, anomalous in results))

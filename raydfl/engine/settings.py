@@ -272,6 +272,16 @@ class StopSettings(MetricChoice):
     )
 
 
+class ReferenceSettings(Settings):
+    """Reference runs after the last round, with the budget of the run."""
+
+    pooled: bool = Field(
+        False,
+        description="Train one model on the clips of all clients together, with equally many passes over the clips.",
+    )
+    local: bool = Field(False, description="Train a model for each client on its own clips, without averaging.")
+
+
 class RunSettings(Settings):
     """Settings of the run: its folder, its seed, its commits and its early stopping."""
 
@@ -321,6 +331,9 @@ class RunSettings(Settings):
     )
     stop: StopSettings | None = Field(
         None, description="Stop early when a metric stops improving. null: train for train.rounds rounds."
+    )
+    reference: ReferenceSettings | None = Field(
+        None, description="Runs without a federation for comparison in the verdict. null: none."
     )
 
     @field_validator("best", "stop", mode="before")

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import Field
-
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.settings import Settings
+from raydfl.runs import LOCAL, POOLED
 
 SEEDS = 5
 """Minimum number of repeats of a confirmatory study."""
@@ -46,8 +44,8 @@ LABELS: Mapping[str, str] = {
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # With the smallest normal float32 as learning rate, no step changes a weight.
     "untrained": {"train.rounds": 1, "train.optimiser.lr": 1.2e-38},
-    "local": {"method": {"name": "fedper", "personal": ["model"]}},
-    "centralised": {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0},
+    "local": LOCAL,
+    "centralised": POOLED,
     "fedavg": {"method": {"name": "fedavg"}},
     "fedavg_fine_tuned": {"method": {"name": "fedavg"}, "evaluate.fine_tune": {"epochs": 1}},
     "compute_matched": {},
@@ -55,15 +53,6 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Changes of the study's control, by control."""
 _METRICS: Mapping[str, Mapping[str, Any]] = {"fedavg_fine_tuned": {"model": "personal"}}
-
-
-class PlateauSettings(Settings):
-    """The rule for the plateau of training, applied to the control's score on held-out data."""
-
-    evaluations: int = Field(5, ge=1, description="Number of consecutive evaluations without a rise of the best score.")
-    rise: float = Field(
-        1.0, ge=0, description="Smallest relevant rise of the best score, in the table's unit (points of per cent)."
-    )
 
 
 def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

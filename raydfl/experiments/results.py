@@ -13,13 +13,13 @@ import numpy as np
 
 from raydfl.core.metrics import base_name
 from raydfl.core.seeds import seed_for
-from raydfl.experiments.protocol import LABELS, PlateauSettings
+from raydfl.experiments.protocol import LABELS
 from raydfl.experiments.records import RunResult, read_result, write_result
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_plateau
+from raydfl.experiments.statistics import Difference, Spread, describe_difference
 from raydfl.experiments.study import Study, Trial, count_rounds
-from raydfl.runs.report import Curve, align
+from raydfl.runs.report import Curve, PlateauSettings, align, find_plateau
 
 SUMMARIES = {
     "tail": "mean of the last evaluations",

@@ -16,7 +16,8 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
 from raydfl.engine import apply_values
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.protocol import LABELS, MEASURED, SEEDS, PlateauSettings, make_control_label, read_controls
+from raydfl.experiments.protocol import LABELS, MEASURED, SEEDS, make_control_label, read_controls
+from raydfl.runs.report import PlateauSettings
 
 _RENAMED = {"space": "domains", "reference": "control"}
 FORMER = (*_RENAMED, "cells")

@@ -1,4 +1,4 @@
-"""Statistics of a study: scores over repeats, paired differences with intervals, conclusions, and the plateau of a curve."""
+"""Statistics of a study: scores over repeats, paired differences with intervals, and conclusions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
-
-from raydfl.experiments.protocol import PlateauSettings
-from raydfl.runs.report import Curve
 
 CONFIDENCE = 0.95
 """Confidence level of the intervals of means and differences."""
@@ -118,22 +115,3 @@ def describe_difference(difference: Difference, comparisons: int, smallest: floa
         ) + ", by less than the difference of interest" * small
     inside = smallest is not None and max(abs(difference.low), abs(difference.high)) < smallest
     return "no difference seen" + ", and the interval excludes the difference of interest" * inside
-
-
-def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
-    """Find the first evaluation without a rise of the best score by ``rule.rise`` in the next ``rule.evaluations``.
-
-    Args:
-        curve: The score on held-out data, in the unit of ``rise``.
-        rule: The rule.
-        sign: 1 if larger scores are better, otherwise -1.
-
-    Returns:
-        Index of the evaluation; ``None`` if the score was still rising, or has too few evaluations.
-    """
-    scores = sign * curve.values
-    best = np.maximum.accumulate(np.nan_to_num(scores, nan=-np.inf))
-    for place in range(len(best) - rule.evaluations):
-        if curve.rounds[place] > 0 and best[place + rule.evaluations] < best[place] + max(rule.rise, 1e-12):
-            return place
-    return None

@@ -22,6 +22,7 @@ from raydfl.cluster import (
     resolve_auto,
 )
 from raydfl.core import ops
+from raydfl.core.errors import RaydflError
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, split_uri
@@ -48,7 +49,8 @@ from raydfl.runs.folder import (
     write_about,
 )
 from raydfl.runs.progress import Progress, default_progress
-from raydfl.runs.report import measure_run, write_page
+from raydfl.runs.reference import configure_references
+from raydfl.runs.report import judge, measure_run, write_page
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
@@ -261,6 +263,7 @@ def execute(
         record.compact(run_dir)
         for path in export(run_dir, config):
             tracker.log_artifact(path)
+        _run_references(run_dir, config, clients, progress)
     done = measure_run(run_dir.resolve(), config)
     best = find_best(run_dir, config)
     result = dataclasses.replace(
@@ -275,9 +278,20 @@ def execute(
     tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
-    next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
-    progress.finish(result, time.monotonic() - started, next_step)
+    verdict = judge(done, name)
+    next_step = verdict.next if result.finished else f"raydfl resume {name}"
+    progress.finish(result, time.monotonic() - started, next_step, verdict)
     return result
+
+
+def _run_references(run_dir: Path, config: Config, clients: int, progress: Progress) -> None:
+    """Run or resume the reference runs. A failure is only a warning, because the run itself is complete."""
+    try:
+        for name, reference in configure_references(config, run_dir, clients):
+            progress.message(f"reference run, {name}: {reference.train.rounds} rounds")
+            _complete(iterate_rounds(reference, Progress("quiet"), waits=False))
+    except RaydflError as error:
+        progress.message(f"warning: {error}")
 
 
 def _explain_completion(config: Config, name: str, round_index: int, ended: str) -> str:

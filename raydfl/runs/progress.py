@@ -21,10 +21,12 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from raydfl.core.errors import printable
+from raydfl.core.files import display_path
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import Leader, RoundReport
 from raydfl.runs.notebook import NotebookBars, is_notebook
 from raydfl.runs.result import Result
+from raydfl.runs.verdict import Verdict
 from raydfl.runs.words import format_duration, format_size
 
 Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
@@ -193,13 +195,14 @@ class Progress:
         else:
             self._print_line(text)
 
-    def finish(self, result: Result, seconds: float, next_step: str = "") -> None:
+    def finish(self, result: Result, seconds: float, next_step: str = "", verdict: Verdict | None = None) -> None:
         """Show the result at the end of a command.
 
         Args:
             result: Result of the run.
             seconds: Wall-clock time of this command in seconds.
             next_step: Suggested next command, such as ``"raydfl resume runs/x"``.
+            verdict: Verdict on the run.
         """
         self.close()
         if self.mode == "json":
@@ -216,6 +219,7 @@ class Progress:
                 **({"ended": result.ended} if result.ended else {}),
                 **({"best": _best_to_dict(result.best)} if result.best is not None else {}),
                 **({"controls": [asdict(control) for control in result.controls]} if result.controls else {}),
+                **({"verdict": verdict.to_dict()} if verdict is not None else {}),
             )
             return
         scores = f": {format_scores(result.scores, self._headline)}" if result.scores else ""
@@ -226,11 +230,12 @@ class Progress:
             self._print_line(f"stopped in round {result.round}: {result.ended}")
         if result.best is not None:
             self._print_line(f"best: {result.best.text}")
-        for line in _format_controls(result):
-            self._print_line(line)
         for problem in result.problems:
             self._print_line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
         self._print_line(f"run directory: {result.run_dir}")
+        if verdict is not None:
+            for line in (f"report: {display_path(result.run_dir)}/report.html", *verdict.lines):
+                self._print_line(line)
         if next_step:
             self._print_line(f"next: {next_step}")
 
@@ -356,17 +361,6 @@ def _format_work(report: RoundReport) -> list[str]:
         client, reason = next(iter(report.rejected.items()))
         parts.append(f"{len(report.rejected)} failed ({client}: {reason[:_REASON]})")
     return parts
-
-
-def _format_controls(result: Result) -> Iterator[str]:
-    """Yield a line with the scores of raw features for each test set."""
-    tests: dict[str, list[str]] = {}
-    for control in result.controls:
-        if control.raw:
-            score = f"{control.name.partition(': ')[2]} {control.value:.3f}"
-            tests.setdefault(f"{control.split} {control.metric}", []).append(score)
-    for test, scores in tests.items():
-        yield f"raw features without training, {test}: {', '.join(scores)}"
 
 
 def _best_to_dict(best: Leader) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from raydfl.engine import Leader, find_best
 from raydfl.engine.storage import check_begun, local_run, read_config, record
 from raydfl.runs.inference.fused import classify_arrays
 from raydfl.runs.inference.recordings import Prediction
+from raydfl.runs.verdict import Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,6 +70,13 @@ class Result:
     def worthless(self) -> str:
         """Reason why the run's scores are meaningless. Empty if they are not."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict: whether the run learnt, what limits it, and the next command. raydfl.runs.report.verdict has the rules."""
+        from raydfl.runs.report import judge, read_run  # imports matplotlib
+
+        return judge(read_run(self.run_dir))
 
     # The methods below import matplotlib, pandas and Ray on use, because the imports take seconds.
 

@@ -341,9 +341,12 @@ def test_json_output_contains_only_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Pa
 def test_a_run_prints_its_files_and_next_steps(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     output = raydfl("run", write_config(tiny("train.rounds=2"), tmp_path))
     lines = output.out.splitlines()
-    assert lines[-2] == f"run directory: {tmp_path / 'runs/tiny'}"
-    assert lines[-1].startswith("next: open ")
-    assert lines[-1].endswith("runs/tiny/report.html")
+    folder = tmp_path / "runs/tiny"
+    (place,) = (number for number, line in enumerate(lines) if line == f"run directory: {folder}")
+    assert lines[place + 1].startswith("report: ")
+    assert lines[place + 1].endswith("runs/tiny/report.html")
+    assert lines[place + 2].startswith("verdict: ")
+    assert lines[-1].startswith("next: raydfl ")
     assert any(line.startswith("round 2/2  loss ") for line in lines)
     assert output.err == ""
 

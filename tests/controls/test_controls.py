@@ -85,7 +85,7 @@ def test_detection_by_hand(tmp_path: Path) -> None:
     assert note == ""
     expected = {"chance": 0.5, MAHALANOBIS: 0.75, NEAREST: 0.625, LOUDNESS: 0.75}
     error = math.sqrt(5 / 48)
-    assert controls == [Control(name, "client_test", "auc", value, 4, error) for name, value in expected.items()]
+    assert controls == [Control(name, "client_test", "auc", value, 4, error, 2) for name, value in expected.items()]
 
 
 def draw_rows(

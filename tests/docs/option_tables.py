@@ -23,9 +23,9 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.engine.groups import GroupRule
-from raydfl.experiments.protocol import PlateauSettings
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.rules import RULES
+from raydfl.runs.report import PlateauSettings
 
 _CELLS = re.compile(r"(?<!\\)\|")
 _HEADERS = (["option", "default", "meaning"], ["option", "default", "source", "meaning"])

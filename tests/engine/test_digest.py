@@ -47,7 +47,10 @@ CONFIGURATIONS = {
         "data.unlabelled={keep: 0.5, partition: {by: iid, clients: 6}}",
         "data.corrupt.noise={snr_db: 5}",
     ],
-    "best, stop and clients": ["run.best={}", "run.stop={}", "train.clients={}", "evaluate.fine_tune={epochs: 1}"],
+    "best, stop and clients": [
+        *("run.best={}", "run.stop={}", "run.reference={}"),
+        *("train.clients={}", "evaluate.fine_tune={epochs: 1}"),
+    ],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
     "as published": ["data.split={test: null, as_published: true}"],
     "phases": [

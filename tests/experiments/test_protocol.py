@@ -21,15 +21,14 @@ from raydfl.experiments.federation import TrialOrder
 from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import draw_curves
-from raydfl.experiments.protocol import PlateauSettings
 from raydfl.experiments.records import check_results, load_result, make_result, write_result
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_plateau
+from raydfl.experiments.statistics import Difference, Spread, describe_difference
 from raydfl.experiments.study import Study
 from raydfl.experiments.tables import make_controls_table, make_full_table, markdown
 from raydfl.runs import run
-from raydfl.runs.report import Curve, read_run
+from raydfl.runs.report import Curve, PlateauSettings, find_plateau, read_run
 
 ROUNDS = 12
 PROTOCOL: dict[str, Any] = {

@@ -18,18 +18,23 @@ from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.figures import Plot
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
+from raydfl.runs.report.plateau import PlateauSettings, find_plateau
 from raydfl.runs.report.run import draw_figures, render_run
+from raydfl.runs.report.verdict import judge
 
 __all__ = [
     "Curve",
     "Key",
+    "PlateauSettings",
     "Plot",
     "RunRecord",
     "Section",
     "align",
     "draw_figures",
     "figures",
+    "find_plateau",
     "find_problems",
+    "judge",
     "measure_run",
     "plot_partition",
     "read_run",

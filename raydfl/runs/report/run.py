@@ -27,7 +27,17 @@ from raydfl.runs.report.scores import (
     show_learning,
     show_results,
 )
+from raydfl.runs.report.verdict import judge
 from raydfl.runs.words import format_duration, format_size
+
+
+def show_verdict(run: RunRecord) -> Section:
+    """Show the verdict on the run and the next command."""
+    if not run.curves:
+        return Section("Verdict")
+    verdict = judge(run)
+    text = verdict.text[:1].upper() + verdict.text[1:] + "."
+    return Section("Verdict", text=[text, *(finding.text for finding in verdict.findings)], commands=[verdict.next])
 
 
 def show_settings(run: RunRecord) -> Section:
@@ -40,7 +50,7 @@ _WITH_FIGURES: tuple[Callable[[RunRecord], Section], ...] = (
     *(show_learning, show_results, show_clients, show_groups, show_machines, show_top_clips, show_confusions),
     *(show_aggregation, show_cost),
 )
-_SECTIONS = (*_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
+_SECTIONS = (show_verdict, *_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
 """Sections of a report, in order."""
 
 

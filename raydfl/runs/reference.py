@@ -1,0 +1,65 @@
+"""Reference runs (``run.reference``): the same data pooled, and each client alone. Both train FedAvg's network and loss.
+
+A reference has the budget of the run. The pooled run makes as many passes over the clips, and each client alone takes part in as
+many rounds as in the federation. Its folder is ``reference/pooled`` or ``reference/local`` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raydfl.core.errors import ConfigError
+from raydfl.engine import Config, apply_values, make_config
+
+POOLED: Mapping[str, Any] = {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0}
+"""Settings of a run on pooled data."""
+LOCAL: Mapping[str, Any] = {"method": {"name": "fedper", "personal": ["model"]}}
+"""Settings of a run without averaging: each client keeps its model."""
+_NEUTRAL: Mapping[str, Any] = {
+    "method": {"name": "fedavg"},
+    "attack": None,
+    "train.groups": "none",
+    "train.phases": {},
+    "run.best": None,
+    "run.stop": None,
+    "run.reference": None,
+    "track.mlflow": False,
+}
+
+
+def configure_references(config: Config, run_dir: Path, clients: int) -> Iterator[tuple[str, Config]]:
+    """Yield the name and the configuration of each reference run.
+
+    Args:
+        config: The run's configuration.
+        run_dir: The run's folder.
+        clients: Number of the run's clients.
+
+    Raises:
+        ConfigError: The data have parts or sites, or the method has no single model named ``model``.
+    """
+    wanted = config.run.reference
+    names = [] if wanted is None else [name for name in ("pooled", "local") if getattr(wanted, name)]
+    if names and (config.data.parts or config.data.sites):
+        raise ConfigError("run.reference: the data have parts or sites. Set run.reference=null.")
+    if names and [*config.components.models] != ["model"]:
+        raise ConfigError(
+            f"run.reference: the method {config.method['name']!r} does not train a single model named model. Set "
+            f"run.reference=null."
+        )
+    for name in names:
+        settings = {**_NEUTRAL, "run.dir": str(run_dir / "reference"), "run.name": name}
+        if name == "pooled":
+            share = config.train.cohort_size(clients) / clients
+            settings |= {
+                **POOLED,
+                "train.clients": None,
+                "train.rounds": math.ceil(config.train.rounds * share),
+                "evaluate.every": math.ceil(config.evaluate.every * share),
+            }
+        else:
+            settings |= LOCAL
+        yield name, make_config(apply_values(config.model_dump(mode="json"), settings), f"run.reference.{name}")

@@ -1,0 +1,114 @@
+"""The verdict on a run, without its rules, which are in runs/report/verdict.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raydfl.core.metrics import SCORES, base_name, model_name
+from raydfl.core.part_names import qualify
+from raydfl.core.types import Problem
+
+CLIPS = {
+    "test": "test clips",
+    "server_validation": "validation clips of the server",
+    "client_test": "clips of the clients' own tests",
+    "validation": "held-out clips of the clients",
+}
+"""Test sets in order of preference, with their clips' names."""
+
+
+def find_part(metric: str) -> str:
+    """Return the part of the data in a metric's name. Empty for a single data set."""
+    return model_name(metric).rpartition(":")[0]
+
+
+def get_title(metric: str) -> str:
+    """Return the displayed name of a score."""
+    return SCORES[base_name(metric)].title
+
+
+@dataclass(frozen=True, slots=True)
+class HeadlineScore:
+    """The headline score of a part of the data, its interval and its controls. ``None``: unknown."""
+
+    metric: str
+    split: str
+    value: float
+    clips: int | None = None
+    low: float | None = None
+    high: float | None = None
+    chance: float | None = None
+    majority: float | None = None
+    """Share of test clips of the class that is most frequent in training."""
+    majority_class: str = ""
+    raw: float | None = None
+    """Best score of raw features without training."""
+    raw_name: str = ""
+
+    @property
+    def guessing(self) -> float | None:
+        """The larger of chance and majority."""
+        return max((value for value in (self.chance, self.majority) if value is not None), default=None)
+
+    @property
+    def learnt(self) -> bool | None:
+        """True if the interval is above chance and majority. ``None``: unknown."""
+        return None if self.low is None or self.guessing is None else self.low > self.guessing
+
+    def __str__(self) -> str:
+        score = f"{get_title(self.metric)} {self.value:.3f}"
+        score += "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
+        score += f" on {self.clips or ''} {CLIPS[self.split]}".replace("  ", " ")
+        controls = []
+        if self.majority is not None and self.majority_class:
+            both = "chance and " * (self.majority == self.chance)
+            controls.append(f"{both}always answering {self.majority_class!r} {self.majority:.3f}")
+        if self.chance is not None and self.chance != self.majority:
+            controls.append(f"chance {self.chance:.3f}")
+        if self.raw is not None:
+            controls.append(f"raw features {self.raw:.3f} ({self.raw_name})")
+        text = "; ".join([score, ", ".join(controls)]) if controls else score
+        return text if self.learnt is not False else f"not better than {self._format_guess()}: {text}"
+
+    def _format_guess(self) -> str:
+        if self.majority is not None and self.majority == self.guessing and self.majority_class:
+            return f"always answering {self.majority_class!r} ({self.majority:.3f})"
+        return f"chance ({self.guessing:.3f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement of a run."""
+
+    learnt: bool | None
+    """False if the score of a part of the data is not better than guessing, or the training diverged. ``None``: unknown."""
+    scores: tuple[HeadlineScore, ...]
+    findings: tuple[Problem, ...]
+    next: str
+    """The next command."""
+
+    @property
+    def text(self) -> str:
+        """The scores in one line."""
+        if not self.scores:
+            return "no score was measured"
+        return " | ".join(qualify(find_part(score.metric), ": ", str(score)) for score in self.scores)
+
+    @property
+    def lines(self) -> list[str]:
+        """The scores and the findings for a terminal."""
+        return [f"verdict: {self.text}", *(f"  - {finding.text}" for finding in self.findings)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to a mapping for JSON. Values that are not finite become ``None``."""
+        scores = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in asdict(score).items()
+            }
+            for score in self.scores
+        ]
+        findings = [{"kind": finding.kind, "text": finding.text} for finding in self.findings]
+        return {"learnt": self.learnt, "text": self.text, "scores": scores, "findings": findings, "next": self.next}
