@@ -92,6 +92,7 @@ SENT = {
     "scaffold": 2 * (ADAPTERS + HEAD),  # with the control variates
     "fedper": ADAPTERS,  # the head is personal
     "fedbabu": ADAPTERS,  # the head is fixed
+    "feddrop": ADAPTERS * 3 // 4 + HEAD,  # three of four ranks
 }
 """Weights that a client sends, by method."""
 
@@ -100,7 +101,7 @@ SENT = {
     ("kind", "method"),
     [
         pytest.param(
-            kind, method, marks=() if method == "fedavg" or (kind, method) == ("hubert", "fedper") else pytest.mark.slow
+            kind, method, marks=() if method == "fedavg" or (kind, method) == ("ast", "feddrop") else pytest.mark.slow
         )
         for kind in ("wav2vec2", "hubert", "ast", "whisper")
         for method in SENT
@@ -217,6 +218,21 @@ def test_unequal_ranks_train_slices_of_the_adapters(tiny: Tiny, folders: Any, to
             assert torch.equal(rows[rest], before[rest])
             if "lora_B" in name:
                 assert bool((rows[first] != 0).any(dim=1).all())
+
+
+def test_products_of_unequal_ranks_are_averaged(tiny: Tiny, folders: Any) -> None:
+    """The sum of ranks is 1 + 2 + 3, above the server's rank 4. A is orthonormal after the round."""
+    shares = ["data.profile={share: {values: [0.25, 0.5, 0.75]}}", "method.share=share", "method.rule=product_mean"]
+    run, tensors = train_run(configure(tiny, folders("ast"), *shares, method="heterofl"))
+    (lost,) = read_values(run, "product_mean/lost")
+    assert 0 < lost < 0.5
+    for name, value in tensors.items():
+        if "lora_A" in name:
+            torch.testing.assert_close(value @ value.T, torch.eye(RANK))
+    with pytest.raises(ConfigError, match="choose weighted_mean, which is exact with fixed_a"):
+        start_server(
+            configure(tiny, folders("ast"), "method.rule=product_mean", "run.name=fixed", lora="rank: 4, fixed_a: true")
+        )
 
 
 def test_a_narrow_adapter_equals_the_whole_adapter_without_the_removed_ranks(folders: Any) -> None:
