@@ -111,6 +111,12 @@ def adapter_tensors(encoder: nn.Module) -> Mapping[str, Tensor]:
     }
 
 
+def adapter_settings(encoder: nn.Module) -> dict[str, Any]:
+    """Return the rank and the scale alpha of the adapters for ``peft.LoraConfig``."""
+    layer = next(layer for _, layer in _list_adapted(encoder))
+    return {"r": layer.r[_NAME], "lora_alpha": layer.scaling[_NAME] * layer.r[_NAME]}
+
+
 def _list_adapted(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers with an adapter and their names."""
     return ((name, layer) for name, layer in network.named_modules() if hasattr(layer, "lora_A"))

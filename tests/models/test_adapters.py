@@ -12,16 +12,19 @@ import pytest
 import torch
 from encoders import LAYERS, WIDTH, needs_transformers, reference, write_encoder
 from helpers import finish_in
+from safetensors.torch import load_file
 from torch import Tensor
 
-from raydfl import read_rows
-from raydfl.core.errors import ConfigError
+from raydfl import load_model, read_rows
+from raydfl.core.errors import ConfigError, InputError
+from raydfl.core.pretrained import Encoder, read_encoder_folder
 from raydfl.core.types import ModelSpec
 from raydfl.engine.config import Config
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.worker import Worker
 from raydfl.models import build_model, make_cuts, narrow
 from raydfl.runs.folder import create
+from raydfl.runs.inference import export_encoder
 from raydfl.runs.progress import Progress
 from raydfl.testing import start_server
 
@@ -317,3 +320,46 @@ def test_adapters_that_do_not_fit_the_encoder_are_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         configure(tiny, folders("hubert"), *overrides, lora=lora)
+
+
+@pytest.mark.parametrize("kind", ["hubert", "ast", "whisper"])
+def test_exports_equal_the_model_with_adapters(tiny: Tiny, folders: Any, kind: str, tmp_path: Path) -> None:
+    """Oracles: PeftModel on the original encoder, and the exported encoder without adapters."""
+    import peft
+    import transformers
+
+    folder = folders(kind)
+    run, _ = train_run(configure(tiny, folder, "train.optimiser.lr=1.0"))
+    network = load_model(run).network
+    x = torch.randn(2, 7, WIDTH)
+    with torch.no_grad():
+        expected, _ = network.encoder(x)
+        assert not torch.allclose(expected, Encoder(read_encoder_folder(folder), AFTER, LAYERS).eval()(x)[0], atol=1e-4)
+        merged = export_encoder(run, form="merged")
+        assert merged == run / "export" / "model-merged"
+        tokens, _ = Encoder(read_encoder_folder(merged), AFTER, LAYERS).eval()(x)
+        torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
+        adapter = export_encoder(run, tmp_path / "adapter", form="adapter")
+        assert {file.name for file in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        base = transformers.AutoModel.from_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(base, adapter).eval().base_model.model
+        tokens, _ = Encoder(read_encoder_folder(folder), AFTER, LAYERS, loaded).eval()(x)
+    torch.testing.assert_close(tokens, expected, atol=1e-6, rtol=1e-5)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, merged))
+    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert len(changed) == ADAPTED, "heads, decoders and all layers without an adapter are copied"
+
+
+def test_exports_of_models_without_adapters(tiny: Tiny, folders: Any) -> None:
+    run, _ = train_run(configure(tiny, folders("hubert"), "models.model.train=1", lora=""), "layers")
+    network = load_model(run).network
+    with pytest.raises(InputError, match="--adapter: the model has no adapters"):
+        export_encoder(run, form="adapter")
+    tokens, _ = Encoder(read_encoder_folder(export_encoder(run, form="merged")), AFTER, LAYERS).eval()(
+        torch.ones(1, 7, WIDTH)
+    )
+    torch.testing.assert_close(tokens, network.encoder(torch.ones(1, 7, WIDTH))[0])
+    plain, _ = train_run(tiny("train.rounds=1"), "crnn")
+    with pytest.raises(InputError, match="--merged: model 'model' has the architecture crnn_tiny, not pretrained"):
+        export_encoder(plain, form="merged")
