@@ -164,7 +164,8 @@ class EncoderFolder:
         import transformers
 
         names = [name for name in self.settings.architectures or [] if hasattr(transformers, name)]
-        return self._load_as(names[0] if names else FAMILIES[self.kind].network)[0]
+        network: nn.Module = self._load_as(names[0] if names else FAMILIES[self.kind].network)[0]
+        return network
 
     def _load_as(self, network: str) -> tuple[Any, Any]:
         """Load the weights into a class of transformers, and return the network and a report about the weights."""
