@@ -57,6 +57,13 @@ def contestants(folder: Path, layers: int) -> dict[str, tuple[dict[str, Any], di
         "the encoder, `train: all`": (front, {**network, "train": "all"}),
         "`train: 1`": (front, {**network, "train": 1}),
         f"`train: 1`, `after: {last}`": ({**front, "after": last}, {**network, "train": 1, "after": last}),
+        "`lora: {rank: 4}`": (front, {**network, "lora": {"rank": 4}}),
+        "`lora: {rank: 16}`": (front, {**network, "lora": {"rank": 16}}),
+        "`lora: {rank: 16, fixed_a: true}`": (front, {**network, "lora": {"rank": 16, "fixed_a": True}}),
+        f"`lora: {{rank: 16}}`, `after: {last}`": (
+            {**front, "after": last},
+            {**network, "lora": {"rank": 16}, "after": last},
+        ),
         "`train: head`": (front, {**network, "train": "head"}),
         f"`train: head`, `after: {layers}`": ({**front, "after": layers}, {**network, "after": layers}),
         f"`train: head`, `after: {layers}`, pooled": (
@@ -97,6 +104,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each, after one for warm-up")
     parser.add_argument("--clients", type=int, default=3, help="a round")
+    parser.add_argument("--only", default="", help="measure only contestants with this text in their names")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="raydfl-pretrained-") as temporary:
@@ -106,7 +114,8 @@ def main() -> None:
             write_encoder(folder)
         from raydfl.core.pretrained import read_encoder_folder
 
-        named = contestants(folder.resolve(), read_encoder_folder(folder).layers)
+        every = contestants(folder.resolve(), read_encoder_folder(folder).layers)
+        named = {label: contestant for label, contestant in every.items() if given.only in label}
         servers, prepared, kept = [], [], []
         for number, (features, model) in enumerate(named.values()):
             config = configuration(given.root, base, str(number), features, model, given.clients)

@@ -366,7 +366,8 @@ def export_command(
     model: ModelName = None,
     client: ClientId = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="file to write; default: DIR/export/MODEL.onnx", show_default=False)
+        Path | None,
+        typer.Option("--out", help="file or folder to write; default: DIR/export/MODEL.onnx", show_default=False),
     ] = None,
     best: BestRound = False,
     trust: Trust = False,
@@ -385,13 +386,27 @@ def export_command(
     streaming: Annotated[
         bool, typer.Option("--streaming", help="export a CRNN that reads samples in chunks and carries its state")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="export the adapters of a pretrained encoder as a folder for peft")
+    ] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="export a pretrained encoder, with its adapters merged, as a folder")
+    ] = False,
 ) -> None:
     """Export a model of the run in DIR as ONNX, with a JSON description of its inputs and outputs.
 
     The export is first compared with PyTorch, or with raydfl predict if its input is samples.
     """
-    from raydfl.runs.inference import export_model
+    from raydfl.runs.inference import export_encoder, export_model
 
+    if adapter or merged:
+        if (adapter and merged) or graph_input != "features" or quantize or streaming:
+            raise InputError(
+                "--adapter, --merged, --input wave, --quantize and --streaming exclude each other. Choose one."
+            )
+        form: Literal["adapter", "merged"] = "adapter" if adapter else "merged"
+        print(export_encoder(directory, out, form=form, model=model, client=client, trust=trust, best=best))  # noqa: T201
+        return
     exported = export_model(
         directory,
         out,

@@ -29,7 +29,7 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
 
     Raises:
         ClientError: The method's code failed.
-        ConfigError: The state has no tensors.
+        ConfigError: The state has no tensors, or none that fit the rule.
     """
     states = {part: _init(config, clients.of_part(part), [m for _, m in built]) for part, built in variants.items()}
     if "" in states:
@@ -41,6 +41,7 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
             f"method {config.method['name']!r} has no shared tensors, because its shared() keeps everything private. Share some "
             f"tensors"
         )
+    config.components.rule.check(state.tensors)
     return as_stored(state)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -10,20 +10,36 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import BuiltModels
 
 
-def check_prefixes(models: BuiltModels, prefixes: Sequence[str], option: str) -> None:
+def has_prefix(name: str, prefix: str) -> bool:
+    """Return whether a tensor's flat name starts with a prefix."""
+    return name.startswith(prefix)
+
+
+def has_prefix_within(name: str, prefix: str) -> bool:
+    """Return whether a tensor's flat name, or a part of it after a dot, starts with a prefix.
+
+    The prefix ``lora`` finds ``model/encoder.layers.2.attention.q_proj.lora_A.default.weight``.
+    """
+    return name.startswith(prefix) or f".{prefix}" in name
+
+
+def check_prefixes(
+    models: BuiltModels, prefixes: Sequence[str], option: str, matches: Callable[[str, str], bool] = has_prefix
+) -> None:
     """Reject name prefixes without a tensor, because they would silently change the method.
 
     Args:
         models: Models by name, one set for each combination of architectures.
         prefixes: Name prefixes of tensors.
         option: Name of the option, for the message.
+        matches: Function of a tensor's name and a prefix.
 
     Raises:
         ConfigError: A prefix matches no tensor.
     """
     names = [f"{n}/{k}" for built in models for n, m in built.items() for k in m.state_dict()]
     for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
+        if not any(matches(name, prefix) for name in names):
             layers = sorted({name.rpartition(".")[0] for name in names})
             raise ConfigError(
                 f"{option}: no tensor's name begins with {prefix!r}. Choose among these layers: {', '.join(layers)}."

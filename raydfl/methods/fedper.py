@@ -9,12 +9,16 @@ Personal layers start from the same initial values at every client. Deviation: t
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Sequence
+from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.options import OURS
+from raydfl.core.types import BuiltModels, Client, State
+from raydfl.methods._layers import check_prefixes, has_prefix_within
 from raydfl.methods._method import Method
 
 
@@ -22,14 +26,24 @@ from raydfl.methods._method import Method
 class FedPer(Method):
     """Federated averaging of all but the personal layers."""
 
-    tensor_options: ClassVar[tuple[str, ...]] = ("personal",)
-
     personal: Annotated[
         tuple[str, ...],
-        Field(description="Name prefixes of personal tensors, such as [model/output]. Empty is FedAvg."),
+        Field(
+            description="Name prefixes of personal tensors, such as [model/output], or of parts of names after a dot, such as "
+            "[lora] for adapters. Empty is FedAvg."
+        ),
         OURS,
     ] = ("model/output",)
 
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
+        """Return FedAvg's state without the personal layers.
+
+        Raises:
+            ConfigError: A prefix matches no tensor.
+        """
+        check_prefixes(models, self.personal, "method.personal", has_prefix_within)
+        return super().init(clients, models, rng)
+
     def shared(self, name: str) -> bool:
         """Share all but the personal layers."""
-        return not name.startswith(self.personal)
+        return not any(has_prefix_within(name, prefix) for prefix in self.personal)

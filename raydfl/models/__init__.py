@@ -30,6 +30,7 @@ from raydfl.models._build import (
     find_architecture,
     model_options,
 )
+from raydfl.models._lora import adapter_settings, adapter_tensors, merge_adapters
 from raydfl.models._narrow import fit_width, make_cuts, narrow
 from raydfl.models.crnn import CRNN
 from raydfl.models.pretrained import Pretrained
@@ -39,12 +40,15 @@ __all__ = [
     "CRNN",
     "INIT_FROM",
     "Pretrained",
+    "adapter_settings",
+    "adapter_tensors",
     "architectures",
     "build_model",
     "check_model",
     "find_architecture",
     "fit_width",
     "make_cuts",
+    "merge_adapters",
     "model_options",
     "model_paths",
     "narrow",

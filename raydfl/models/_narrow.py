@@ -131,8 +131,8 @@ def _find_groups(network: nn.Module, where: str) -> Channels:
     groups: Channels = channels() if callable(channels) else {}
     if not any(any(dimensions) for dimensions in groups.values()):
         raise ConfigError(
-            f"{where} has no removable channels, so it cannot be cut. Use cnn, crnn, mlp, split_cnn or resnet18, or add the option "
-            f"width and the method channels() to your network."
+            f"{where} has no removable channels, so it cannot be cut. Use cnn, crnn, mlp, split_cnn, resnet18 or "
+            f"pretrained with lora, or add the option width and the method channels() to your network."
         )
     return groups
 

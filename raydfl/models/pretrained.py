@@ -3,7 +3,8 @@
 Supported encoders are wav2vec2, HuBERT, AST and Whisper's (raydfl/core/pretrained). Frozen tensors are neither sent nor stored
 (raydfl.training): each process reads them from the folder. The layers below the trained layers can be computed
 once for each clip. With ``after``, the network's inputs are the tokens after this number of layers, computed by features of
-the kind ``pretrained``, and the network contains only the remaining layers.
+the kind ``pretrained``, and the network contains only the remaining layers. With ``lora``, the remaining layers are frozen and
+train low-rank adapters instead.
 
 The head is a linear layer on the pooled tokens, or two layers with ReLU (``hidden``).
 """
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.pretrained import Encoder, EncoderFolder, pool_tokens, read_encoder_folder
+from raydfl.models._lora import Lora, adapter_channels, add_adapters
+from raydfl.models._width import Channels, Width
 
 
 class Pretrained(nn.Module):
@@ -33,6 +36,8 @@ class Pretrained(nn.Module):
         after: Annotated[int, Field(ge=0)] | None = None,
         pooling: Literal["own", "mean"] = "own",
         hidden: Annotated[int, Field(ge=1)] | None = None,
+        lora: Lora | None = None,
+        width: Width = 1.0,
     ) -> None:
         """Load the encoder's weights from the folder, and initialise the head.
 
@@ -45,9 +50,11 @@ class Pretrained(nn.Module):
             after: the inputs are tokens after this number of layers. ``None``: they come from the front end.
             pooling: ``mean``: average all valid tokens. ``own``: as the transformers classifier of this family.
             hidden: units of a hidden layer in the head. ``None``: no hidden layer.
+            lora: adapters on the layers after the features, trained in addition to the head. ``None``: no adapters.
+            width: fraction of the adapters' rank, rounded up. Only with ``lora``.
 
         Raises:
-            ConfigError: the folder cannot be used, has too few layers, or does not fit the features.
+            ConfigError: the folder cannot be used, has too few layers, or does not fit the features or the adapters.
         """
         super().__init__()
         if folder is None:
@@ -61,6 +68,13 @@ class Pretrained(nn.Module):
         self._freeze(train, about.layers)
         self.hidden = None if hidden is None else nn.Linear(about.width, hidden)
         self.output = nn.Linear(hidden or about.width, classes)
+        if lora is not None:
+            _check_lora(about, train, after)
+            add_adapters(self.encoder.layers, lora, width)  # after the head, whose draws must not depend on adapters
+
+    def channels(self) -> Channels:
+        """Return the rank of each adapter as a group of channels."""
+        return adapter_channels(self.encoder, "encoder.")
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute logits float32 [batch, classes] from x float32 [batch, frames, inputs] with ``lengths`` int64 [batch]."""
@@ -105,6 +119,16 @@ def _check(about: EncoderFolder, inputs: int, train: str | int, after: int | Non
         raise ConfigError(
             f"the features have {inputs} values in a frame, but the {source} {expected} for the encoder in {about.path}. Set "
             f"data.features to the kind pretrained, with the same folder and after."
+        )
+
+
+def _check_lora(about: EncoderFolder, train: str | int, after: int | None) -> None:
+    """Reject adapters on layers that train themselves, and adapters without a layer."""
+    if train != "head":
+        raise ConfigError(f"train: {train}, but with lora the layers are frozen. Remove train, or remove lora.")
+    if after == about.layers:
+        raise ConfigError(
+            f"lora: no layer of the encoder in {about.path} comes after the features. Set after to less than {about.layers}."
         )
 
 

@@ -70,6 +70,16 @@ class Rule(StrictTypes, ABC):
         """True if the rule holds all updates of a round in memory. The server then rejects cohorts that do not fit."""
         return False
 
+    def check(self, tensors: Mapping[str, Tensors]) -> None:
+        """Reject initial tensors of the server that do not fit the rule. The default accepts all.
+
+        Args:
+            tensors: the server's tensors by key, before the first round.
+
+        Raises:
+            ConfigError: the rule cannot aggregate these tensors.
+        """
+
     @abstractmethod
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None

@@ -24,6 +24,7 @@ from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.engine.groups import GroupRule
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
+from raydfl.models._lora import Lora
 from raydfl.rules import RULES
 from raydfl.runs.report import PlateauSettings
 
@@ -76,7 +77,7 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
         }
         classes = {heading: (cls, set()) for heading, cls in studies.items()}
     elif page == "pretrained.md":
-        classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
+        classes = {"data.features of the kind pretrained": (PretrainedFeatures, set()), "Adapters": (Lora, set())}
     if page in ("configuration.md", "data.md", "views.md"):
         places = list_settings_groups(Config)
         for place, cls in places.items():

@@ -113,9 +113,12 @@ def test_frozen_tensors_are_not_sent(tiny: Tiny, folders: Any) -> None:
 
 
 @pytest.mark.slow
-def test_predict_and_export_include_frozen_tensors(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["models.model.hidden=4", "models.model.lora={rank: 4}"])
+def test_predict_and_export_include_frozen_tensors(tiny: Tiny, folders: Any, tmp_path: Path, option: str) -> None:
+    if "lora" in option:
+        pytest.importorskip("peft")
     folder = folders("hubert")
-    config = configure(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
+    config = configure(tiny, folder, None, option, seconds=0.25)
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     export(run, config)

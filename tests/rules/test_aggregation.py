@@ -344,7 +344,7 @@ def test_rules_are_found_by_name_with_their_options() -> None:
     setting = {"name": "lpa", "vl": 0.2, "by": "tensor"}
     assert find_rule(setting, WeightedMean()) == LayerwisePruning(vl=0.2, by="tensor")
     assert setting["name"] == "lpa"
-    assert len(RULES) == 13
+    assert len(RULES) == 14
     for name, cls in RULES.items():
         assert find_rule(name, default) == cls()
 

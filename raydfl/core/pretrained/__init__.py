@@ -7,8 +7,16 @@ folder is run: weights come from safetensors files only.
 Start with folder.py, then read front_end.py and encoder.py.
 """
 
-from raydfl.core.pretrained.encoder import Encoder, pool_tokens
+from raydfl.core.pretrained.encoder import Encoder, pool_tokens, write_encoder
 from raydfl.core.pretrained.folder import EncoderFolder, encoder_digest, read_encoder_folder
 from raydfl.core.pretrained.front_end import EncoderFrontEnd
 
-__all__ = ["Encoder", "EncoderFolder", "EncoderFrontEnd", "encoder_digest", "pool_tokens", "read_encoder_folder"]
+__all__ = [
+    "Encoder",
+    "EncoderFolder",
+    "EncoderFrontEnd",
+    "encoder_digest",
+    "pool_tokens",
+    "read_encoder_folder",
+    "write_encoder",
+]

@@ -9,6 +9,8 @@ frames only (unlike in transformers), and attention ignores padding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,19 +32,20 @@ _OWN_TOKENS = 2
 class Encoder(nn.Module):
     """A range of a pretrained encoder's layers, with the stem before the first layer and the norm after the last."""
 
-    def __init__(self, folder: EncoderFolder, begin: int | None, end: int) -> None:
+    def __init__(self, folder: EncoderFolder, begin: int | None, end: int, network: Any = None) -> None:
         """Build the network with the folder's weights.
 
         Args:
             folder: the encoder's folder.
             begin: number of layers before the range. ``None``: start with the stem.
             end: number of layers up to the end of the range. The last layer is followed by the encoder's norm, if it has one.
+            network: network of transformers with the layers. ``None``: load it from the folder.
 
         Raises:
             ConfigError: the weights are invalid.
         """
         super().__init__()
-        network: Any = folder.load()
+        network = folder.load() if network is None else network
         if folder.takes_waves:
             transformer, stem = network.encoder, cast(nn.Module, _WaveStem(network))
             norm = transformer.layer_norm if folder.settings.do_stable_layer_norm else None
@@ -75,6 +78,24 @@ class Encoder(nn.Module):
         for layer in self.layers.values():
             tokens = layer(tokens, attention_mask=mask)
         return (tokens if self.norm is None else self.norm(tokens)), count
+
+
+def write_encoder(source: EncoderFolder, begin: int | None, state: Mapping[str, Tensor], target: Path) -> None:
+    """Write a folder like an existing folder, with other weights in a range of the encoder's layers.
+
+    Args:
+        source: the existing folder. Its heads and decoders are copied, too.
+        begin: number of layers before the range. ``None``: the stem is part of it.
+        state: state dict of the range, an :class:`Encoder` up to the last layer.
+        target: folder to write.
+
+    Raises:
+        ConfigError: the weights in the existing folder cannot be read.
+    """
+    network: Any = source.load_whole()
+    Encoder(source, begin, source.layers, network.base_model).load_state_dict(state)
+    network.save_pretrained(target)
+    source.extractor.save_pretrained(target)
 
 
 def pool_tokens(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Tensor:

@@ -136,29 +136,8 @@ class EncoderFolder:
         Raises:
             ConfigError: the weights cannot be read, do not match the settings in name or shape, or are not finite.
         """
-        import transformers
-
         family = FAMILIES[self.kind]
-        try:
-            tensors: dict[str, torch.Tensor] = {}
-            for file in _weight_files(self.path):
-                tensors |= safetensors.torch.load_file(file)
-            # from_pretrained draws missing weights, rejected or unused below. The fork preserves the caller's random state.
-            with torch.random.fork_rng(devices=[]), _quiet():
-                network, info = getattr(transformers, family.network).from_pretrained(
-                    None,
-                    config=self.settings,
-                    state_dict=tensors,
-                    attn_implementation=_ATTENTION,
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # rejected below, by name
-                )
-        except Exception as error:  # a damaged file or an invalid setting can raise anything
-            raise ConfigError(
-                f"the weights in {self.path} cannot be read: {_first_line(error)}. Download them again, or restore the model's "
-                f"{_ABOUT}."
-            ) from error
+        network, info = self._load_as(family.network)
         unfit = sorted(name for name, *_ in info["mismatched_keys"])
         missing = sorted(n for n in info["missing_keys"] if n not in unfit and not re.fullmatch(family.own, n))
         unexpected = sorted(name for name in info["unexpected_keys"] if not re.fullmatch(family.left_out, name))
@@ -175,6 +154,44 @@ class EncoderFolder:
                 raise ConfigError(f"the weights in {self.path}: {name!r} has non-finite values. Download them again.")
         encoder: nn.Module = network.eval()
         return encoder
+
+    def load_whole(self) -> nn.Module:
+        """Load the network of transformers with all weights of the folder, also of heads and decoders.
+
+        Raises:
+            ConfigError: the weights cannot be read.
+        """
+        import transformers
+
+        names = [name for name in self.settings.architectures or [] if hasattr(transformers, name)]
+        network: nn.Module = self._load_as(names[0] if names else FAMILIES[self.kind].network)[0]
+        return network
+
+    def _load_as(self, network: str) -> tuple[Any, Any]:
+        """Load the weights into a class of transformers, and return the network and a report about the weights."""
+        import transformers
+
+        try:
+            tensors: dict[str, torch.Tensor] = {}
+            for file in _weight_files(self.path):
+                tensors |= safetensors.torch.load_file(file)
+            # from_pretrained draws missing weights, rejected or unused. The fork preserves the caller's random state.
+            with torch.random.fork_rng(devices=[]), _quiet():
+                loaded: tuple[Any, Any] = getattr(transformers, network).from_pretrained(
+                    None,
+                    config=self.settings,
+                    state_dict=tensors,
+                    attn_implementation=_ATTENTION,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # rejected by load, by name
+                )
+        except Exception as error:  # a damaged file or an invalid setting can raise anything
+            raise ConfigError(
+                f"the weights in {self.path} cannot be read: {_first_line(error)}. Download them again, or restore the model's "
+                f"{_ABOUT}."
+            ) from error
+        return loaded
 
 
 def read_encoder_folder(folder: Path) -> EncoderFolder:

@@ -1,9 +1,11 @@
 """Inference with trained models: classify recordings, export to ONNX, write a DCASE submission.
 
 Start reading with model.py and recordings.py; fused.py handles models of several views. onnx.py exports graphs from network.py
-(features as input), wave.py (samples as input), streaming.py (samples in pieces) and int8.py.
+(features as input), wave.py (samples as input), streaming.py (samples in pieces) and int8.py. encoder.py exports
+pretrained encoders and adapters.
 """
 
+from raydfl.runs.inference.encoder import export_encoder
 from raydfl.runs.inference.fused import classify, predict_fused
 from raydfl.runs.inference.model import RunFusion, RunModel, load_model, open_model
 from raydfl.runs.inference.onnx import export_model
@@ -18,6 +20,7 @@ __all__ = [
     "RunModel",
     "Threshold",
     "classify",
+    "export_encoder",
     "export_model",
     "load_model",
     "open_model",
