@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -21,6 +22,7 @@ from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.cluster.use import UseMeter
 from raydfl.core.errors import ResourcesError
+from raydfl.core.tensors import FlatTensors
 from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups, split_pieces
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,8 @@ class ActorPool:
         self._patience = patience
         self._meter = meter
         self._slots: dict[Any, _Slot] = {}
+        self._starting: dict[Any, Any] = {}
+        """Keys of the slots of starting actors, by the reference ``ready``."""
         self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Slot numbers by key."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
@@ -130,10 +134,12 @@ class ActorPool:
         actor = self._start_actor(kind, key)
         slot = _Slot(kind, actor, actor.ready.remote(), time.monotonic() + self._settings.ready_timeout)
         self._slots[key] = slot
+        self._starting[slot.ready] = key
         return slot
 
     def _remove(self, key: Any) -> ActorHandle[ClientActor]:
         slot = self._slots.pop(key)
+        self._starting.pop(slot.ready, None)
         if slot.node:
             self._meter.leave(slot.node)
         return slot.actor
@@ -172,15 +178,9 @@ class ActorPool:
         """Reasons for training on the CPU despite a share of a GPU, for each affected actor."""
         return [slot.fallback for slot in self._slots.values() if slot.fallback]
 
-    def _running_slots(self) -> list[_Slot]:
-        return [slot for slot in self._slots.values() if not slot.starting]
-
     def count_workers(self) -> int:
         """Return the number of running actors."""
-        return len(self._running_slots())
-
-    def _starting(self) -> list[Any]:
-        return [slot.ready for slot in self._slots.values() if slot.starting]
+        return len(self._slots) - len(self._starting)
 
     def update_started(self) -> None:
         """Update slots of started actors, and replace actors after a failed start.
@@ -188,15 +188,15 @@ class ActorPool:
         Raises:
             ResourcesError: Actors failed to start more than ``ray.retries`` times in a row.
         """
-        starting = self._starting()
-        if not starting:
+        if not self._starting:
             return
-        done = set(ray.wait(starting, num_returns=len(starting), timeout=0)[0])
-        for key, slot in list(self._slots.items()):
-            if slot.ready not in done:
+        done = set(ray.wait([*self._starting], num_returns=len(self._starting), timeout=0)[0])
+        for ready, key in list(self._starting.items()):
+            if ready not in done:
                 continue
+            slot = self._slots[key]
             try:
-                slot.node, slot.fallback = ray.get(slot.ready)
+                slot.node, slot.fallback = ray.get(ready)
             except RayTaskError as error:
                 raise unwrap_error(error) from error
             except LOST as error:
@@ -209,6 +209,7 @@ class ActorPool:
                 self._replace(key)
             else:
                 self._meter.join(slot.node)
+                del self._starting[ready]
                 slot.deadline = math.inf
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
@@ -216,7 +217,7 @@ class ActorPool:
     def list_late(self) -> list[Any]:
         """List the keys of slots without an actor after ``ray.ready_timeout``."""
         now = time.monotonic()
-        return [key for key, slot in self._slots.items() if now > slot.deadline]
+        return [key for key in self._starting.values() if now > self._slots[key].deadline]
 
     def give_up_late(self) -> None:
         """Remove slots without an actor after ``ray.ready_timeout``, but keep at least one slot."""
@@ -273,11 +274,13 @@ class ActorPool:
 
     def list_pending(self) -> list[Any]:
         """Return the object references of running calls and of starting actors."""
-        return [*self._calls, *self._starting()]
+        return [*self._calls, *self._starting]
 
     @property
     def due(self) -> float:
         """Earliest time limit of a running call (time.monotonic)."""
+        if self._patience.deadline is None:
+            return math.inf
         return min((slot.due for slot in self._slots.values()), default=math.inf)
 
     def hand_out(self) -> None:
@@ -290,8 +293,9 @@ class ActorPool:
         if not self._waiting:
             return
         training = next(iter(self._waiting.values()))[0].measure is None
+        get_pace = functools.cache(lambda kind: self._get_pace(kind, training))
         lanes = [
-            Lane(key, slot.load, slot.free_at, self._get_pace(slot.kind, training))
+            Lane(key, slot.load, slot.free_at, get_pace(slot.kind))
             for key, slot in self._slots.items()
             if not slot.starting
         ]
@@ -409,7 +413,7 @@ class ActorPool:
 
     def ask(self, job: Callable[[Worker], T], wait: bool = True) -> T | None:
         """Run a job on a running actor, preferably with a GPU; ``None`` without an actor or after its loss."""
-        running = self._running_slots()
+        running = [slot for slot in self._slots.values() if not slot.starting]
         if not running:
             return None
         answer: Any = max(running, key=lambda slot: slot.kind.gpus).actor.do.remote(job)
@@ -428,5 +432,5 @@ def _sum_costs(orders: Sequence[Order]) -> float:
 def _count_bytes(reply: Reply) -> int:
     """Return the bytes of a reply's tensors. The sums of a block replace the updates of its clients."""
     if reply.sums or (reply.update is None and not reply.rejected):
-        return sum(tensor.nbytes for update in reply.sums for tensor in update.tensors.values())
+        return sum(cast(FlatTensors, update.tensors).vector.nbytes for update in reply.sums)
     return int(reply.bytes_up)

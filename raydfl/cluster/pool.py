@@ -23,6 +23,8 @@ from raydfl.engine import Order, RaySettings, Reply, Worker, keys_of
 
 _LOOK = 5.0
 """Maximum seconds between two checks of starting actors."""
+_GATHER = 0.005
+"""Milliseconds to wait for further replies, for each pending call. Actors are not idle, because their next call is queued."""
 T = TypeVar("T")
 
 
@@ -84,10 +86,10 @@ class RayPool:
         """Wait for a reply or a started actor, and return the finished references."""
         pools = self._pools.values()
         pending = [reference for pool in pools for reference in pool.list_pending()]
-        # Take all finished references at once: each ray.wait goes through all pending references.
-        done, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        if not done:
-            done, _ = ray.wait(pending, num_returns=1, timeout=seconds)
+        done, _ = ray.wait(pending, num_returns=1, timeout=seconds)
+        if done:
+            # Each ray.wait and each schedule go through all actors. So a large pool takes many replies at once.
+            done, _ = ray.wait(pending, num_returns=len(pending), timeout=int(_GATHER * len(pending)) / 1000)
         for pool in pools:
             pool.update_started()
         return done

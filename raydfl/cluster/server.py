@@ -113,8 +113,14 @@ class Server:
             return federation.state.round_index
 
     def open(self) -> tuple[int, list[str], str]:
-        """Return the number of completed rounds, warnings about damaged files, and the reason of ``run.stop`` or ""."""
-        return self.round_index, self._federation.warnings, self._federation.stopped
+        """Return the number of completed rounds, messages to the user, and the reason of ``run.stop`` or ""."""
+        federation, done = self._federation, self.round_index
+        resuming = f"; resuming from round {done}" * bool(done)
+        return (
+            done,
+            [*federation.notes, *(f"warning: {text}{resuming}" for text in federation.warnings)],
+            federation.stopped,
+        )
 
     def cpu_fallback(self) -> str:
         """Return the number of actors on the CPU despite a share of a GPU, with a reason; "" without such actors."""

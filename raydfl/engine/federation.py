@@ -99,9 +99,10 @@ class Federation:
             lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
         networks = [networks for combinations in variants.values() for networks in combinations]
-        large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
+        need, large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
         commit, self.warnings = store.open_latest()
-        self.warnings += [large] * bool(large)
+        self.warnings += [need] * large
+        self.notes = [need] if need and not large and commit is None else []
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)

@@ -9,6 +9,7 @@ from torch import nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.memory import read_free_memory
+from raydfl.core.words import format_size
 from raydfl.methods import Method
 
 _OVERHEAD = 1.2
@@ -32,7 +33,7 @@ def compute_update_bytes(method: Method, variants: Collection[tuple[Any, Mapping
 
 def check_rule_memory(
     method: Method, variants: Collection[tuple[Any, Mapping[str, nn.Module]]], cohorts: Sequence[int]
-) -> str:
+) -> tuple[str, bool]:
     """Compare the memory that the method's rule needs with the free memory of this machine.
 
     Args:
@@ -41,24 +42,22 @@ def check_rule_memory(
         cohorts: Clients in a round, for each phase.
 
     Returns:
-        A warning for a large need, otherwise an empty string.
+        The need in words (empty: the rule does not hold all updates), and whether it is more than half of the free memory.
 
     Raises:
         ConfigError: The updates of a round do not fit.
     """
     if not method.built_rule.collects or not variants:
-        return ""
+        return "", False
     size, cohort, limit = compute_update_bytes(method, variants), max(cohorts), read_free_memory()
     need = _OVERHEAD * cohort * size
-    if need <= _LARGE * limit:
-        return ""
     text = (
         f"rule {type(method.built_rule).__name__} holds all updates of a round at the server: {cohort:,} clients with "
-        f"{size / 1e6:,.1f} MB each need {need / 1e9:,.1f} GB, and its machine has {limit / 1e9:,.1f} GB free"
+        f"{format_size(size)} each need {format_size(need)}, and its machine has {format_size(limit)} free"
     )
     if need > limit:
         raise ConfigError(
             f"method.rule: {text}. Lower train.cohort, choose a smaller network, or choose a rule that adds updates as they arrive "
             f"(weighted_mean, uniform_mean, norm_clipping with a norm)"
         )
-    return text
+    return text, need > _LARGE * limit

@@ -210,15 +210,13 @@ class UpdateChecker:
     def find_misfit_of_block(self, replies: Iterable[Reply]) -> str:
         """Describe why the sums of a block cannot be used; empty: they can."""
         # Usually all clients have the same kinds.
-        kinds = [
-            dict(items)
-            for items in dict.fromkeys(
-                tuple(kinds_of(reply.measured["train"]).items()) for reply in replies if not reply.rejected
-            )
-        ]
+        measured = [reply.measured["train"] for reply in replies if not reply.rejected]
+        kinds = {
+            tuple((name, kind_of_metric(value)) for name, value in metrics.items()): metrics for metrics in measured
+        }
         misfits = itertools.chain(
             (self.misfit(update, {}) for reply in replies for update in reply.sums),
-            map(self._kinds.misfit, kinds),
+            (self._kinds.misfit(kinds_of(metrics)) for metrics in kinds.values()),
         )
         return next(filter(None, misfits), "")
 

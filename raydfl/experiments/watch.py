@@ -13,10 +13,11 @@ from ray import tune
 
 from raydfl.cluster import Bundle, format_shortage, is_granted, list_placement_groups, make_bundles
 from raydfl.core.errors import ResourcesError
+from raydfl.core.words import format_duration
 from raydfl.experiments.federation import FAILED, ROUND, SCORE, STATUS, WORTHLESS
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Trial, count_rounds
-from raydfl.runs import Advance, Progress, StopSignals, format_duration
+from raydfl.runs import Advance, Progress, StopSignals
 
 _QUIET = 10.0
 """Seconds without a running trial before a message about missing resources."""

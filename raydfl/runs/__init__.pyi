@@ -18,4 +18,3 @@ from raydfl.runs.tracking import Tracker as Tracker
 from raydfl.runs.tracking import make_tracker as make_tracker
 from raydfl.runs.verdict import HeadlineScore as HeadlineScore
 from raydfl.runs.verdict import Verdict as Verdict
-from raydfl.runs.words import format_duration as format_duration

@@ -221,9 +221,9 @@ def execute(
             else RemoteServer(run_dir, config, clients, progress.message, lend)
         )
         try:
-            round_index, warnings, ended = server.open()
-            for warning in warnings:
-                progress.message(f"warning: {warning}" + f"; resuming from round {round_index}" * bool(round_index))
+            round_index, messages, ended = server.open()
+            for message in messages:
+                progress.message(message)
             recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
             lost = record.list_missing_rounds(recorded["round"].to_pylist(), round_index)
             if lost:

@@ -23,11 +23,11 @@ from rich.text import Text
 from raydfl.core.errors import printable
 from raydfl.core.files import display_path
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
+from raydfl.core.words import format_duration, format_size
 from raydfl.engine import Leader, RoundReport
 from raydfl.runs.notebook import NotebookBars, is_notebook
 from raydfl.runs.result import Result
 from raydfl.runs.verdict import Verdict
-from raydfl.runs.words import format_duration, format_size
 
 Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
 Advance = Callable[..., None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,8 +31,8 @@ def test_an_update_has_four_bytes_for_each_shared_value() -> None:
 @pytest.mark.parametrize(
     ("rule", "limit", "outcome"),
     [
-        ("median", 20_000, ""),
-        ("median", 10_000, "100 clients"),
+        ("median", 20_000, "note"),
+        ("median", 10_000, "warning"),
         ("median", 7_000, "error"),
         ("weighted_mean", 7_000, ""),
         ({"name": "norm_clipping", "norm": 1.0}, 7_000, ""),
@@ -40,22 +42,22 @@ def test_an_update_has_four_bytes_for_each_shared_value() -> None:
 def test_a_cohort_must_fit_into_memory_if_the_rule_collects_updates(
     rule: str | dict[str, object], limit: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The need is 1.2 x 100 clients x 64 bytes, or 7,680 bytes."""
+    """The need is 1.2 x 100 clients x 64 bytes, or 7,680 bytes. More than half of the limit is a warning."""
     monkeypatch.setattr(rule_memory, "read_free_memory", lambda: limit)
     if outcome == "error":
         with pytest.raises(ConfigError, match=r"method.rule: .* holds all updates of a round .* Lower train.cohort"):
             check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
     else:
-        text = check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
-        assert outcome in text
-        assert bool(text) == bool(outcome)
+        text, large = check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
+        assert ("100 clients with 64 B each need 7.7 kB" in text) == bool(outcome)
+        assert large == (outcome == "warning")
 
 
 def test_a_run_that_does_not_fit_is_rejected_before_the_first_round(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rule_memory, "read_free_memory", lambda: 1000)
-    with pytest.raises(ConfigError, match="its machine has 0.0 GB"):
+    with pytest.raises(ConfigError, match="its machine has 1.0 kB"):
         start_server(tiny("method.rule=median"))
 
 
@@ -63,3 +65,10 @@ def test_the_limit_is_positive_and_at_most_the_machines_memory() -> None:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     assert 0 < read_free_memory() <= read_memory_limit() <= total
+
+
+def test_a_run_prints_the_need_once_before_the_first_round(tiny: Callable[..., Config]) -> None:
+    server = start_server(tiny("method.rule=median"))
+    with contextlib.closing(server):
+        _, (message,), _ = server.open()
+        assert re.match(r"rule Median holds all updates of a round at the server: \d+ clients with .* need ", message)

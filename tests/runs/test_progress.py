@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from raydfl.core.words import format_duration, format_size
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs.progress import Mode, Progress, format_scores
 from raydfl.runs.result import Result
-from raydfl.runs.words import format_duration, format_size
 
 
 class Terminal(io.StringIO):

@@ -97,11 +97,11 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
         split: Data split of the metrics.
         clients: Metrics by client id, in client order. The order determines the last bits of the sums.
     """
-    rows = []
-    for client, metrics in clients.items():
-        rows += rows_from_metrics(round_index, phase, client, split, summarise(metrics))
+    rows, summaries = [], {client: summarise(metrics) for client, metrics in clients.items()}
+    for client, summary in summaries.items():
+        rows += rows_from_metrics(round_index, phase, client, split, summary)
     pooled = pool(clients.values())
-    everything = {**pooled, **summarise(pooled), **spread(clients.values())}
+    everything = {**pooled, **summarise(pooled), **spread(summaries.values())}
     return rows + rows_from_metrics(round_index, phase, "", split, everything)
 
 

@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgba
 from numpy.typing import NDArray
 
 from raydfl.core.errors import RaydflError
+from raydfl.core.words import format_duration, format_size
 from raydfl.data import Population
 from raydfl.engine import WALL
 from raydfl.runs.report.data import RunRecord, align
@@ -25,7 +26,6 @@ from raydfl.runs.report.figures import (
     plot_curves,
 )
 from raydfl.runs.report.page import Section
-from raydfl.runs.words import format_duration, format_size
 
 _ACTORS = ("transfer", "wait")
 _WORDS = {

@@ -9,10 +9,10 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
+from raydfl.core.words import format_size
 from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.report.data import SPLITS, RunRecord, sort_key
 from raydfl.runs.report.page import Section, format_value
-from raydfl.runs.words import format_size
 
 
 def show_models(run: RunRecord) -> Section:

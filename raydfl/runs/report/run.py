@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from raydfl.core.errors import InputError
 from raydfl.core.metrics import SCORES, base_name
 from raydfl.core.nested import flatten, get_path
+from raydfl.core.words import format_duration, format_size
 from raydfl.runs.report.cost import show_cost, show_traffic
 from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.diagnosis import find_problems
@@ -28,7 +29,6 @@ from raydfl.runs.report.scores import (
     show_results,
 )
 from raydfl.runs.report.verdict import judge
-from raydfl.runs.words import format_duration, format_size
 
 
 def show_verdict(run: RunRecord) -> Section:

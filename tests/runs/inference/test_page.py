@@ -11,10 +11,10 @@ from commands import Raydfl
 from used_runs import Finished, execute_run, make_run_config
 
 import raydfl as package
+from raydfl.core.words import format_size
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
-from raydfl.runs.words import format_size
 
 
 def read_models_section(folder: Path, out: Path) -> str:
