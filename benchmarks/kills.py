@@ -64,7 +64,7 @@ PLANS = {
     "machine": ("client actor", "server actor", "client actor", "driver"),
 }
 """The same by store."""
-ROUNDS = 80
+ROUNDS = 200
 _FIRST, _APART = 3, 6
 """Rounds before the first kill, and from one to the next."""
 _WITHIN = 0.3
