@@ -97,7 +97,7 @@ class RecordingProgress(Progress):
     def round(self, report: RoundReport) -> None:
         self.rounds.append(report.round)
 
-    def finish(self, outcome: Result, seconds: float, next_step: str = "") -> None:
+    def finish(self, outcome: Result, *_: object) -> None:
         self.ends.append(outcome)
 
 
