@@ -1,6 +1,6 @@
 """Measure the server's cost of a client with recorded replies: processor time, and bytes of updates held.
 
-    python benchmarks/blocks.py                                  # 1,000 clients on 100, 1,000 and 10,000 actors
+    python benchmarks/blocks.py                                  # 1 to 10,000 actors, 10 clients each, at most 10,000
     python benchmarks/blocks.py --clients 10000 --blocks 16 --seconds 0.01 10
     python benchmarks/blocks.py --ray 2                          # actors of Ray, which send the recorded replies
 
@@ -233,7 +233,7 @@ class RecordedActor:
         return self._recording.answer(orders)
 
 
-def configure(clients: int, folder: Path, block: int) -> Config:
+def configure(clients: int, folder: Path, block: int | str) -> Config:
     """Return the configuration of a federation where all clients train in every round, with updates of 115 kB."""
     return make_config(
         {
@@ -312,9 +312,11 @@ def replace_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
 def main() -> None:
     """Measure and print a line for each variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=1000, help="clients in a round")
-    parser.add_argument("--actors", type=int, nargs="+", default=[100, 1000, 10_000], help="simulated actors")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 16], help="train.block")
+    parser.add_argument("--clients", type=int, help="clients in a round; default: 10 for each actor, at most 10,000")
+    parser.add_argument(
+        "--actors", type=int, nargs="+", default=[1, 2, 8, 32, 100, 1000, 10_000], help="simulated actors"
+    )
+    parser.add_argument("--blocks", nargs="+", default=["1", "auto"], help="train.block")
     parser.add_argument("--seconds", type=float, nargs="+", default=[1.0], help="mean seconds of a client's training")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ray", type=int, default=0, help="number of actors of Ray, instead of simulated ones")
@@ -324,15 +326,17 @@ def main() -> None:
         ray.init("local", num_cpus=arguments.ray, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_table(folder / f"clients-{arguments.clients}.arrow", arguments.clients)
         print(
-            f"{'actors':>7}{'block':>7}{'s a client':>12}{'us a client':>13}{'held, MB':>10}{'updates':>9}{'replies':>9}"
+            f"{'actors':>7}{'clients':>9}{'block':>7}{'s a client':>12}{'us a client':>13}{'held, MB':>10}{'updates':>9}"
+            f"{'replies':>9}"
         )
         for seconds, number, block in itertools.product(arguments.seconds, numbers, arguments.blocks):
-            config = configure(arguments.clients, folder, block)
+            clients = arguments.clients or min(10 * number, 10_000)
+            write_table(folder / f"clients-{clients}.arrow", clients)
+            config = configure(clients, folder, int(block) if block.isdigit() else block)
             used, held, size = measure(config, number, seconds, arguments.rounds, bool(arguments.ray))
             print(
-                f"{number:7}{block:7}{seconds:12g}{1e6 * used / arguments.clients:13.1f}{held.most / 1e6:10.2f}"
+                f"{number:7}{clients:9}{block:>7}{seconds:12g}{1e6 * used / clients:13.1f}{held.most / 1e6:10.2f}"
                 f"{held.most / size:9.1f}{held.replies:9}",
                 flush=True,
             )

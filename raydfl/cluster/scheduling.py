@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,8 +176,9 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
         Pairs of a lane's key and the positions of the pieces in its call.
     """
     calls: list[tuple[Any, list[int]]] = []
-    known = bool(lanes) and all(lane.pace > 0 for lane in lanes)
-    speed = sum(1 / lane.pace for lane in lanes) if known else len(lanes)
+    paces = Counter(lane.pace for lane in lanes)
+    known = bool(lanes) and all(pace > 0 for pace in paces)
+    speed = sum(number / pace for pace, number in paces.items()) if known else len(lanes)
 
     def add_call(lane: Lane, pieces: list[int], cost: float) -> None:
         calls.append((lane.key, pieces))
@@ -201,7 +203,8 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
     kinds = _kinds(lanes, _AHEAD, now)
     end = backlog.end(_WINDOW * len(lanes), WORTH * speed / len(lanes) if known else 0.0)
     # Total cost of running and future calls, which scheduling does not change.
-    work = backlog.left + sum(max(lane.free_at - now, 0.0) / lane.pace for lane in lanes) if known else 0.0
+    several = known and len(kinds) > 1
+    work = backlog.left + sum(max(lane.free_at - now, 0.0) / lane.pace for lane in lanes) if several else 0.0
     while backlog and any(kind.lanes for kind in kinds):
         seconds = backlog.left / speed if known else 0.0
         if 0 < seconds <= WORTH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -61,6 +62,16 @@ def test_replies_come_in_batches_nearly_in_client_order(cluster: FakeCluster) ->
     assert used == 1000
     assert most_held <= 300  # 654 with longest-first order
     assert cluster.waits - waits <= 100
+
+
+def test_a_large_pool_takes_many_replies_at_once(cluster: FakeCluster) -> None:
+    """A reply arrives every 0.1 ms. A pass over 400 to 500 pending calls gathers replies for 2 ms, and over 200 to 400 for 1 ms."""
+    cluster.join("a", 500)
+    pool = open_pool(cluster, actors=500)
+    waits = cluster.waits
+    replies = pool.run(make_orders([1.0 + number / 10_000 for number in range(500)]), {"global": EMPTY})
+    assert len({reply.position for reply in itertools.islice(replies, 300)}) == 300
+    assert cluster.waits - waits <= 2 * (100 / 20 + 200 / 10) + 10  # 600 with a pass for each reply
 
 
 def test_rounds_start_with_min_actors_and_late_actors_join(cluster: FakeCluster) -> None:
