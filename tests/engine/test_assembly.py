@@ -109,7 +109,7 @@ def test_a_worker_warns_about_kernels_that_differ_from_the_drivers(
     config = tiny("train.rounds=1")
     with monkeypatch.context() as driver:
         driver_kernels = kernels() if equal else {**kernels(), "operators": "another"}
-        driver.setattr("raydfl.engine.config.kernels", lambda: driver_kernels)
+        driver.setattr("raydfl.engine.software.kernels", lambda: driver_kernels)
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
