@@ -33,4 +33,5 @@ __all__ = [
     "users_code",
     "version",
     "yaml",
+    "words",
 ]

@@ -14,4 +14,4 @@ from raydfl.runs.result import load_result as load_result
 from raydfl.runs.stopping import StopSignals as StopSignals
 from raydfl.runs.tracking import Tracker as Tracker
 from raydfl.runs.tracking import make_tracker as make_tracker
-from raydfl.runs.words import format_duration as format_duration
+from raydfl.core.words import format_duration as format_duration
