@@ -32,6 +32,6 @@ __all__ = [
     "types",
     "users_code",
     "version",
-    "yaml",
     "words",
+    "yaml",
 ]

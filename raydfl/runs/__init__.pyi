@@ -1,5 +1,6 @@
 """Public names of this room and the modules that define them. ``__init__.py`` imports names from this table."""
 
+from raydfl.core.words import format_duration as format_duration
 from raydfl.runs._replay import replay as replay
 from raydfl.runs._run import iterate_rounds as iterate_rounds
 from raydfl.runs._run import resume as resume
@@ -14,4 +15,3 @@ from raydfl.runs.result import load_result as load_result
 from raydfl.runs.stopping import StopSignals as StopSignals
 from raydfl.runs.tracking import Tracker as Tracker
 from raydfl.runs.tracking import make_tracker as make_tracker
-from raydfl.core.words import format_duration as format_duration
