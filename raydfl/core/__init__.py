@@ -32,5 +32,6 @@ __all__ = [
     "types",
     "users_code",
     "version",
+    "words",
     "yaml",
 ]
