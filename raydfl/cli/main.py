@@ -402,7 +402,7 @@ def export_command(
     if adapter or merged:
         if (adapter and merged) or graph_input != "features" or quantize or streaming:
             raise InputError(
-                "--adapter, --merged, --input wave, --quantize and --streaming exclude each other. Choose one."
+                "Set only --adapter, --merged, --input wave, --quantize or --streaming, because they are forms of a model."
             )
         form: Literal["adapter", "merged"] = "adapter" if adapter else "merged"
         print(export_encoder(directory, out, form=form, model=model, client=client, trust=trust, best=best))  # noqa: T201

@@ -71,7 +71,7 @@ class Rule(StrictTypes, ABC):
         return False
 
     def check(self, tensors: Mapping[str, Tensors]) -> None:
-        """Reject initial tensors of the server that do not fit the rule. The default accepts all.
+        """Check the server's initial tensors. The default accepts all.
 
         Args:
             tensors: the server's tensors by key, before the first round.

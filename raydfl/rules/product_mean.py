@@ -35,7 +35,7 @@ Factors = list[tuple[float, np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ProductMean(WeightedMean):
-    """Weighted mean of the products B A of low-rank adapters, and of all other tensors.
+    """Weighted mean of the products B A of low-rank adapters, and of the remaining tensors.
 
     Clients may have unequal ranks. The mean is truncated to the server's rank by a singular value decomposition of the stacked
     factors, in float64. The rows of A are orthonormal, and the components are in decreasing order: the method ``heterofl`` sends
@@ -59,13 +59,13 @@ class ProductMean(WeightedMean):
         if not any(name.replace(_A, _B) in entry for entry in tensors.values() for name in _list_a(entry)):
             raise ConfigError(
                 "method.rule: product_mean needs adapters with both factors at the server, but the clients share no pair of lora_A "
-                "and lora_B. Set models.model.lora with fixed_a: false, or choose weighted_mean, which is exact with fixed_a."
+                "and lora_B. Set models.model.lora with fixed_a: false, or choose weighted_mean (exact with fixed_a)."
             )
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """Average the products of the adapters, and all other tensors."""
+        """Average the products of the adapters, and the remaining tensors."""
         pairs: dict[tuple[str, str], Factors] = {}
         rest = super().__call__(_take_factors(updates, pairs, current), current).tensors
         changed: dict[str, dict[str, Tensor]] = {}
@@ -106,15 +106,15 @@ def _take_factors(
     for update in updates:
         names = [name for name in _list_a(update.tensors) if name.replace(_A, _B) in update.tensors]
         for name in names:
-            other = name.replace(_A, _B)
-            a, b = (update.tensors[n].detach().cpu().double().numpy() for n in (name, other))
-            weights = {w for n, value in ((name, a), (other, b)) for w in _read_weights(update, n, value.shape)}
+            partner = name.replace(_A, _B)
+            a, b = (update.tensors[n].detach().cpu().double().numpy() for n in (name, partner))
+            weights = {w for n, value in ((name, a), (partner, b)) for w in _read_weights(update, n, value.shape)}
             fits = a.ndim == b.ndim == 2 and len(a) == b.shape[1]
             fits = fits and sides.setdefault((update.key, name), (a.shape[1], len(b))) == (a.shape[1], len(b))
             if not fits or len(weights) != 1:
                 raise RaydflError(
-                    f"client {update.client_id!r}: the factors {name!r} and {other!r} have the shapes {a.shape} and {b.shape}, and "
-                    f"{len(weights)} different weights. product_mean needs equal ranks, the inputs and outputs of the server's "
+                    f"client {update.client_id!r}: the factors {name!r} and {partner!r} have the shapes {a.shape} and {b.shape}, "
+                    f"and {len(weights)} different weights. product_mean needs equal ranks, the inputs and outputs of the server's "
                     f"layer, and a single weight."
                 )
             if weights != {0.0}:

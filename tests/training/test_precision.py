@@ -196,7 +196,6 @@ def test_formats_of_gpus_are_rejected_on_the_cpu(tiny: Tiny, precision: Literal[
 
 
 def test_only_tf32_rounds_float32_products_on_a_gpu() -> None:
-    """A process trains one run after another, so each precision sets both flags of PyTorch."""
     flags = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [flag.allow_tf32 for flag in flags]
     try:

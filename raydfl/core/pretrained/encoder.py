@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
 
 def write_encoder(source: EncoderFolder, begin: int | None, state: Mapping[str, Tensor], target: Path) -> None:
-    """Write a folder like an existing folder, with other weights in a range of the encoder's layers.
+    """Write a folder like an existing folder, with new weights in a range of the encoder's layers.
 
     Args:
         source: the existing folder. Its heads and decoders are copied, too.
