@@ -232,7 +232,7 @@ def test_products_of_unequal_ranks_are_averaged(tiny: Tiny, folders: Any) -> Non
     for name, value in tensors.items():
         if "lora_A" in name:
             torch.testing.assert_close(value @ value.T, torch.eye(RANK))
-    with pytest.raises(ConfigError, match="choose weighted_mean, which is exact with fixed_a"):
+    with pytest.raises(ConfigError, match=r"choose weighted_mean \(exact with fixed_a\)"):
         start_server(
             configure(tiny, folders("ast"), "method.rule=product_mean", "run.name=fixed", lora="rank: 4, fixed_a: true")
         )
