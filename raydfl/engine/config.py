@@ -93,7 +93,21 @@ class Config(Settings):
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         check_block(self.train, self.components)
+        self._check_reference()
         return self
+
+    def _check_reference(self) -> None:
+        """Reject reference runs of data or methods for which they are not defined."""
+        wanted = self.run.reference
+        if wanted is None or not (wanted.pooled or wanted.local):
+            return
+        if self.data.parts or self.data.sites:
+            raise ConfigError("run.reference: the data have parts or sites. Set run.reference=null.")
+        if [*self.components.models] != ["model"]:
+            raise ConfigError(
+                f"run.reference: the method {self.method['name']!r} does not train a single model named model. Set "
+                f"run.reference=null."
+            )
 
     @property
     def phases(self) -> Phases:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raydfl.core.errors import ConfigError
 from raydfl.engine import Config, apply_values, make_config
 
 POOLED: Mapping[str, Any] = {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0}
@@ -37,19 +36,9 @@ def configure_references(config: Config, run_dir: Path, clients: int) -> Iterato
         config: The run's configuration.
         run_dir: The run's folder.
         clients: Number of the run's clients.
-
-    Raises:
-        ConfigError: The data have parts or sites, or the method has no single model named ``model``.
     """
     wanted = config.run.reference
     names = [] if wanted is None else [name for name in ("pooled", "local") if getattr(wanted, name)]
-    if names and (config.data.parts or config.data.sites):
-        raise ConfigError("run.reference: the data have parts or sites. Set run.reference=null.")
-    if names and [*config.components.models] != ["model"]:
-        raise ConfigError(
-            f"run.reference: the method {config.method['name']!r} does not train a single model named model. Set "
-            f"run.reference=null."
-        )
     for name in names:
         settings = {**_NEUTRAL, "run.dir": str(run_dir / "reference"), "run.name": name}
         if name == "pooled":

@@ -17,6 +17,7 @@ from fake_run import CLASSES, config, make_run
 
 import raydfl
 from raydfl.controls import Control, to_json
+from raydfl.core.errors import ConfigError
 from raydfl.data import Population
 from raydfl.engine.config import Config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
@@ -325,11 +326,18 @@ def test_references_are_other_runs_of_the_same_clips(tiny: Tiny, tmp_path: Path)
     assert alone.scores == local.scores
 
 
-def test_references_need_a_single_model(tiny: Tiny) -> None:
-    output = io.StringIO()
-    result = run(tiny("train.rounds=1", "run.reference={local: true}", method="fedmlac"), Progress("lines", output))
-    assert result.finished
-    assert "warning: run.reference: the method 'fedmlac' does not train a single model named model" in output.getvalue()
+@pytest.mark.parametrize(
+    ("settings", "method", "problem"),
+    [
+        ([], "fedmlac", "the method 'fedmlac' does not train a single model named model"),
+        (["data.parts={low: {speakers: 4}, high: {classes: 5, first: 10}}"], "fedavg", "the data have parts or sites"),
+    ],
+)
+def test_references_that_are_not_defined_are_rejected(
+    tiny: Tiny, settings: list[str], method: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"run.reference: {problem}"):
+        tiny(*settings, "run.reference={local: true}", method=method)
 
 
 def test_references_decide_the_next_command(tmp_path: Path) -> None:
