@@ -74,3 +74,18 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}. Choose another file.") from error
+
+
+def find_run_dir(text: str) -> Path:
+    """Return the folder of a run. A run at a URI is downloaded first."""
+    if "://" not in text:
+        return Path(text)
+    from raydfl.engine.storage import local_run
+
+    return local_run(text)
+
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=find_run_dir)
+]
+Trust = Annotated[bool, typer.Option("--trust", help="approve and run the user code named in the run's configuration")]

@@ -97,7 +97,7 @@ class Config(Settings):
         return self
 
     def _check_reference(self) -> None:
-        """Reject reference runs of data or methods for which they are not defined."""
+        """Reject ``run.reference`` with parts, sites or several models."""
         wanted = self.run.reference
         if wanted is None or not (wanted.pooled or wanted.local):
             return
