@@ -52,7 +52,7 @@ def binomial_error(share: float, count: int) -> float:
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95 % score interval of a share of ``count`` clips (E. B. Wilson, JASA 22, 1927).
 
-    SciPy's interval takes a whole number of successes. A share of clips by windows or averaged classes is a fraction.
+    SciPy's interval takes a whole number of successes, but a run stores the share.
 
     For 5 of 10 clips, the centre is (5 + 1.92) / 13.84 = 0.5, and the half-width is 1.96 * sqrt(2.5 + 0.96) / 13.84 = 0.263.
 
