@@ -40,6 +40,7 @@ SMALLEST = {
     "object_store": "--rounds 1 --turns 1",
     "ops": "--turns 1 --clients 2 --images",
     "packed": "--kinds webdataset --gigabytes 0.01",
+    "planning": "--actors 3 --clients 20 --repeats 1",
     "population": "--clients 20 --private 10 --cohort 5 --network mlp --turns 1 --rounds 1 --actors 0",
     "pretrained": "--root {fsdd} --rounds 1 --clients 1",
     "rounds": "--root {fsdd} --works crnn_lite --turns 1 --rounds 1 --contestants raydfl",
