@@ -23,7 +23,7 @@ from raydfl.rules._collecting import CollectingRule, one_thread
 from raydfl.rules._cuts import cut_misfit, fill_cuts
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
-from raydfl.rules._rule import Aggregate, Rule
+from raydfl.rules._rule import Aggregate, Rule, Selection, TwoPassRule
 from raydfl.rules._weights import read_weight
 from raydfl.rules.lpa import LayerwisePruning
 from raydfl.rules.uniform_mean import UniformMean
@@ -37,6 +37,8 @@ __all__ = [
     "LayerwisePruning",
     "RobustRule",
     "Rule",
+    "Selection",
+    "TwoPassRule",
     "UniformMean",
     "WeightedMean",
     "cut_misfit",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, cast
 
@@ -85,10 +85,7 @@ class Group:
         Args:
             by: ``"tensor"``: each tensor is a layer. ``"module"``: tensors with the same name up to the last dot are a layer.
         """
-        layers: dict[str, list[str]] = {}
-        for name in self.layout.names:
-            layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
-        return layers
+        return group_layers(self.layout.names, by)
 
     def matrix(self, names: Sequence[str] | None = None) -> np.ndarray:
         """Copy tensors into a matrix, a row for each client.
@@ -299,3 +296,11 @@ class Voters:
     """Positions of the clients in the whole group, ascending."""
     masks: Sequence[np.ndarray]
     """bool [elements] for each client with unweighted elements, true where the element has no weight."""
+
+
+def group_layers(names: Iterable[str], by: Literal["module", "tensor"]) -> dict[str, list[str]]:
+    """Group the names of tensors by layer, like :meth:`Group.layers`."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
+    return layers

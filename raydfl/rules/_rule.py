@@ -110,6 +110,49 @@ class Rule(StrictTypes, ABC):
         raise NotImplementedError(f"{type(self).__name__} is associative, but has no method sum_updates.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Choice of a rule among the tensors of all clients of a round."""
+
+    kept: Mapping[str, np.ndarray]
+    """Tensors to add, by key: bool [clients, tensors]."""
+    metrics: Metrics
+    """Metrics of the rule, for the first sum of the chosen tensors."""
+
+
+class TwoPassRule(Rule):
+    """Base class of rules that compare each update with the mean of all updates before they add the updates.
+
+    With blocks (``train.block``), the workers keep their clients' updates. :meth:`sum_updates` adds whole updates for the mean. Then
+    the engine goes through the updates twice: it measures each update, and it adds the tensors that :meth:`select` chooses.
+    """
+
+    @abstractmethod
+    def measure_update(self, update: Update, means: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Compare an update with the means.
+
+        Args:
+            update: the update of a client, without cuts.
+            means: sum of each tensor over its senders, divided by their number: float64 [elements] by tensor name.
+
+        Returns:
+            A finite number for each tensor of the update.
+        """
+
+    @abstractmethod
+    def select(self, measured: Mapping[str, np.ndarray], layouts: Mapping[str, Layout]) -> Selection:
+        """Choose among the tensors of all clients.
+
+        Args:
+            measured: results of :meth:`measure_update` by key: float64 [clients, tensors], NaN for tensors that a client did not send.
+            layouts: names and shapes of the tensors by key, in the order of the columns.
+        """
+
+    @abstractmethod
+    def add_selected(self, updates: Iterable[Update], layouts: Mapping[str, Layout]) -> list[Update]:
+        """Add updates reduced to their chosen tensors, like :meth:`sum_updates`. The rule accepts the sums in place of the updates."""
+
+
 def merge_tensors(
     changed: dict[str, dict[str, Tensor]], current: Mapping[str, Tensors]
 ) -> dict[str, dict[str, Tensor]]:
