@@ -19,11 +19,11 @@ from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out, unwrap_error
 from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
-from raydfl.cluster.scheduling import Backlog, Lane, schedule
+from raydfl.cluster.scheduling import AHEAD, WINDOW, Backlog, Lane, schedule
 from raydfl.cluster.use import UseMeter
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups, split_pieces
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, keys_of, split_groups, split_pieces
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,6 +72,8 @@ class _Call:
     slot: _Slot
     sent: float
     """Time of the call (time.perf_counter)."""
+    cost: float
+    """Cost of the orders; 0 for a pass over updates that the actor has."""
 
 
 class ActorPool:
@@ -118,6 +120,12 @@ class ActorPool:
         """Waiting groups and blocks of orders, by the position of the first order."""
         self._backlog, self._alone = Backlog(), Backlog()
         """Costs of the waiting groups: groups that may share a call, and groups that need a call of their own."""
+        self._holders: dict[int, tuple[Any, _Slot]] = {}
+        """Slots with the updates of trained blocks, with their keys, by the position of the block's first order."""
+        self._held: dict[Any, tuple[_Slot, list[int]]] = {}
+        """Waiting blocks of a pass for the slot with their updates, by its key: positions in decreasing order."""
+        self._passing = Backlog()
+        """All blocks of a pass."""
         self._calls: dict[Any, _Call] = {}
         """Running calls by the reference to their reply."""
         self._losses: Counter[int] = Counter()
@@ -252,7 +260,17 @@ class ActorPool:
         # Clients of a block with an actor each send their own updates, and the server adds them.
         split = split_groups if self._settings.actors == "per_client" else split_pieces
         self._waiting = {piece[0].position: piece for piece in split(orders)}
-        pieces = [(position, _sum_costs(group)) for position, group in self._waiting.items()]
+        self._held = {}
+        if not (orders and orders[0].repeats):
+            self._holders = {}
+        for position in reversed(self._waiting):
+            if position in self._holders:
+                key, slot = self._holders[position]
+                self._held.setdefault(key, (slot, []))[1].append(position)
+        self._passing = Backlog((position, 0.0) for position in self._waiting if position in self._holders)
+        pieces = [
+            (position, _sum_costs(group)) for position, group in self._waiting.items() if position not in self._holders
+        ]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:
             self._backlog, self._alone = self._alone, self._backlog
@@ -283,14 +301,33 @@ class ActorPool:
             return math.inf
         return min((slot.due for slot in self._slots.values()), default=math.inf)
 
+    def _hand_out_pass(self) -> None:
+        """Send blocks of a pass to the actors with their updates. Blocks of lost actors are queued for any actor."""
+        end = self._passing.end(WINDOW * len(self._slots), 0.0)
+        for key, (slot, positions) in list(self._held.items()):
+            if self._slots.get(key) is not slot:
+                for position in positions:
+                    self._queue(self._waiting.pop(position))
+                positions.clear()
+            while positions and positions[-1] < end and slot.load < AHEAD:
+                orders: list[Order] = []
+                while positions and positions[-1] < end:
+                    orders += self._waiting.pop(positions.pop())
+                self._call(key, slot, orders, 0.0)
+            if not positions:
+                del self._held[key]
+
     def hand_out(self) -> None:
         """Send waiting groups to actors."""
+        if self._held:
+            self._hand_out_pass()
         if self._settings.actors == "per_client":
             for position in list(self._waiting):
                 group = self._waiting.pop(position)
                 key = group[0].task.client_id
-                self._call(key, self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0]), group)
-        if not self._waiting:
+                slot = self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0])
+                self._call(key, slot, group, _sum_costs(group))
+        if not (self._backlog or self._alone):
             return
         training = next(iter(self._waiting.values()))[0].measure is None
         get_pace = functools.cache(lambda kind: self._get_pace(kind, training))
@@ -301,17 +338,18 @@ class ActorPool:
         ]
         for key, positions in schedule(self._backlog, self._alone, lanes, time.monotonic()):
             groups = [self._waiting.pop(position) for position in positions]
-            self._call(key, self._slots[key], [order for group in groups for order in group])
+            orders = [order for group in groups for order in group]
+            self._call(key, self._slots[key], orders, _sum_costs(orders))
 
-    def _call(self, key: Any, slot: _Slot, orders: list[Order]) -> None:
-        receive = sorted({name for order in orders for name in order.task.receive})
+    def _call(self, key: Any, slot: _Slot, orders: list[Order], cost: float) -> None:
+        receive = sorted(keys_of(orders))
         sent = time.perf_counter()
         reference: Any = slot.actor.carry_out.remote(orders, receive, *[self._references[name] for name in receive])
-        self._calls[reference] = _Call(orders, key, slot, sent)
+        self._calls[reference] = _Call(orders, key, slot, sent, cost)
         self._meter.send(slot.node, receive)
-        slot.load, slot.work = slot.load + 1, slot.work + _sum_costs(orders)
+        slot.load, slot.work = slot.load + 1, slot.work + cost
         training = orders[0].measure is None
-        slot.free_at = max(slot.free_at, time.monotonic()) + _sum_costs(orders) * self._get_pace(slot.kind, training)
+        slot.free_at = max(slot.free_at, time.monotonic()) + cost * self._get_pace(slot.kind, training)
         if training:
             slot.limit = self._patience.limit(len(orders))
             slot.due = time.monotonic() + slot.limit
@@ -328,7 +366,7 @@ class ActorPool:
             return []
         slot = call.slot
         slot.load -= 1
-        slot.work -= _sum_costs(call.orders)
+        slot.work -= call.cost
         slot.limit = slot.due = math.inf
         try:
             replies = ray.get(reference)
@@ -339,11 +377,15 @@ class ActorPool:
         self._meter.receive(slot.node, sum(reply.seconds for reply in replies), sum(map(_count_bytes, replies)))
         self._update_pace(call, replies)
         self._note_results(replies)
+        for order in call.orders:
+            if order.block is not None and order.block.first == order.position:
+                self._holders[order.position] = call.key, slot
         return add_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
 
     def _note_results(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             self._backlog.note_result(reply.position)
+            self._passing.note_result(reply.position)
 
     def _requeue(self, call: _Call, error: Exception) -> list[Reply]:
         """Queue the orders of a lost call again, and drop clients that were lost too often.
@@ -364,7 +406,7 @@ class ActorPool:
             first, times = group[0], self._losses[group[0].position]
             if times <= self._patience.max_losses(self._settings.retries):
                 self._queue(group)
-            elif not self._patience.drop_lost or first.task.client_id == SERVER:
+            elif not self._patience.drop_lost or first.task.client_id == SERVER or first.repeats:
                 raise ResourcesError(
                     f"the actor of client {first.task.client_id!r} was lost {times} times in round {first.round_index + 1}: "
                     f"{type(error).__name__}: {explain_end(error)}. It was probably killed for lack of memory. Lower ray.actors or "
@@ -399,7 +441,7 @@ class ActorPool:
 
     def _update_pace(self, call: _Call, replies: Sequence[Reply]) -> None:
         """Update the pace of the actor's kind and its expected end of work."""
-        slot, training, cost = call.slot, call.orders[0].measure is None, _sum_costs(call.orders)
+        slot, training, cost = call.slot, call.orders[0].measure is None, call.cost
         if cost > 0:
             pace = sum(reply.seconds for reply in replies) / cost
             before = self._pace.get((slot.kind, training), pace)

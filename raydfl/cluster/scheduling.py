@@ -18,12 +18,12 @@ from typing import Any
 
 WORTH = 0.2
 """Minimum work of a call in seconds. A call costs some milliseconds in two processes."""
-_WINDOW = 6
+WINDOW = 6
 """Size of the window in calls per actor. With 4, calls of short pieces are too small: simulated rounds took 3 % longer."""
 _LONG = 0.5
 """A piece is long if its time on an actor exceeds this fraction of the remaining time on all actors. With 1, simulated rounds took
 up to 10 % longer. With 0.25, the server held twice as many results."""
-_AHEAD = 2
+AHEAD = 2
 """Maximum calls of an actor: a running call and its successor."""
 _LONGEST = 1.0
 """Maximum work of a call in seconds. In longer calls, results wait, take memory, and are lost together."""
@@ -196,12 +196,12 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
             lane = heapq.heappop(kind.lanes)[-1]
             position = next_position(lane, alone)
             add_call(lane, [position], alone.take(position))
-            lane.load = _AHEAD
+            lane.load = AHEAD
     if alone or not backlog:
         return calls
 
-    kinds = _kinds(lanes, _AHEAD, now)
-    end = backlog.end(_WINDOW * len(lanes), WORTH * speed / len(lanes) if known else 0.0)
+    kinds = _kinds(lanes, AHEAD, now)
+    end = backlog.end(WINDOW * len(lanes), WORTH * speed / len(lanes) if known else 0.0)
     # Total cost of running and future calls, which scheduling does not change.
     several = known and len(kinds) > 1
     work = backlog.left + sum(max(lane.free_at - now, 0.0) / lane.pace for lane in lanes) if several else 0.0
@@ -209,7 +209,7 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
         seconds = backlog.left / speed if known else 0.0
         if 0 < seconds <= WORTH:
             for lane, pieces in _deal(backlog, lanes, now):
-                if lane.load < _AHEAD:  # The shares of fully loaded actors wait.
+                if lane.load < AHEAD:  # The shares of fully loaded actors wait.
                     add_call(lane, pieces, sum(map(backlog.take, pieces)))
             break
         helpful = _select_helpful(kinds, backlog.cost(backlog.first()), work, speed) if len(kinds) > 1 else kinds
@@ -230,7 +230,7 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
             pieces.append(position)
             cost += backlog.take(position)
         add_call(lane, pieces, cost)
-        kind.put(lane, _AHEAD, number, now)
+        kind.put(lane, AHEAD, number, now)
     return calls
 
 

@@ -12,11 +12,12 @@ from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 from raydfl.engine.blocks import sum_block
 from raydfl.engine.orders import Block, Order, Reply
+from raydfl.engine.passes import BlockUpdates, ReceivedBlock
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import TIMELINE, ReplyTimer, RoundReport, RoundRows
 from raydfl.engine.validation import UpdateChecker, make_printable, reject_misfit
-from raydfl.rules import Rule
+from raydfl.rules import Rule, TwoPassRule
 
 BY_KIND = ("clients", "bytes_down", "bytes_up")
 """Metrics of each kind of client, recorded as ``views/KIND/clients`` and so on."""
@@ -47,6 +48,8 @@ class Arrivals:
         """Largest magnitude in each client's update."""
         self.seconds = 0.0
         """Seconds that the server waited for replies."""
+        self.blocks: list[ReceivedBlock] = []
+        """Blocks with accepted clients, for a rule with passes over their updates."""
         self._orders = orders
         self._replies = replies
         self._early: dict[int, Reply] = {}
@@ -74,7 +77,7 @@ class Arrivals:
         """
         layouts = {key: Layout.from_tensors(group) for key, group in tensors.items()}
         if rule is not None and self._orders[0].block is not None:
-            yield from self._receive_blocks(UpdateChecker(layouts, additions), additions, rule)
+            yield from self._receive_blocks(UpdateChecker(layouts, additions), additions, rule, tensors)
             return
         # Kinds of metrics are decided by the majority of the first three updates, so the checker needs them in advance.
         first: list[tuple[Update, Metrics]] = []
@@ -91,18 +94,23 @@ class Arrivals:
             if self._accept(reply, checker.find_misfit(reply)):
                 yield from reply.updates
 
-    def _receive_blocks(self, checker: UpdateChecker, additions: tuple[str, ...], rule: Rule) -> Iterator[Update]:
+    def _receive_blocks(
+        self, checker: UpdateChecker, additions: tuple[str, ...], rule: Rule, tensors: Mapping[str, Tensors]
+    ) -> Iterator[Update]:
         """Yield the sums of blocks in client order."""
-        for block, orders in itertools.groupby(self._orders, lambda order: cast(Block, order.block)):
+        for _, members in itertools.groupby(self._orders, lambda order: cast(Block, order.block).first):
+            orders, kept = list(members), None
+            block = cast(Block, orders[0].block)
             replies = [self._wait_for(order) for order in orders]
             for reply in replies:
                 del self._early[reply.position]
             if any(reply.updates for reply in replies):  # The pool has divided the block.
-                replies = sum_block(block, replies, rule, additions, self._on_error, self._report.round)
+                kept = BlockUpdates(tensors) if isinstance(rule, TwoPassRule) else None
+                replies = sum_block(block, replies, rule, additions, self._on_error, self._report.round, kept)
             misfit = checker.find_misfit_of_block(replies)
-            for reply in replies:
-                self._accept(reply, "" if reply.rejected else misfit)
-            if not misfit:
+            accepted = sum(self._accept(reply, "" if reply.rejected else misfit) for reply in replies)
+            if accepted:
+                self.blocks.append(ReceivedBlock(orders, accepted, kept))
                 yield from replies[-1].sums
 
     def _wait_for(self, order: Order) -> Reply:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Update
 from raydfl.engine.orders import Block, Reply
+from raydfl.engine.passes import BlockUpdates
 from raydfl.engine.validation import UpdateChecker, reject_misfit
 from raydfl.rules import Rule
 
@@ -48,6 +49,7 @@ def sum_block(
     additions: tuple[str, ...],
     on_error: str,
     round_number: int,
+    kept: BlockUpdates | None = None,
 ) -> list[Reply]:
     """Check the updates of a block, and add them.
 
@@ -58,6 +60,7 @@ def sum_block(
         additions: ``Method.additions``.
         on_error: ``run.on_error``.
         round_number: Number of the round, for messages.
+        kept: Keeps the updates of accepted clients; ``None``: they are dropped.
 
     Returns:
         The replies by position, without updates. The last one has the sums.
@@ -66,7 +69,7 @@ def sum_block(
 
     def accept() -> Iterator[Update]:
         for reply in _check(block, replies, additions, on_error, round_number):
-            yield from reply.updates
+            yield from reply.updates if kept is None else kept.take(reply.updates)
             done.append(dataclasses.replace(reply, update=None, further=()))
 
     updates = accept()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
@@ -44,6 +44,7 @@ from raydfl.engine.orders import (
     keys_of,
     sort_replies,
 )
+from raydfl.engine.passes import select_updates
 from raydfl.engine.pool import Pool, ask_everywhere
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.rule_memory import check_rule_memory
@@ -54,6 +55,7 @@ from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport
 from raydfl.engine.validation import check_failed, check_overflow
+from raydfl.rules import TwoPassRule
 
 
 class Federation:
@@ -99,8 +101,12 @@ class Federation:
             lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
         networks = [networks for combinations in variants.values() for networks in combinations]
-        need, large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
         commit, self.warnings = store.open_latest()
+        largest = max(self._cohorts.values())
+        store.block = commit.block if commit else choose_block(config.train, config.components, largest)
+        need, large = "", False
+        if store.block == 1 or config.ray.actors == "per_client":
+            need, large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
         self.warnings += [need] * large
         self.notes = [need] if need and not large and commit is None else []
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
@@ -110,7 +116,7 @@ class Federation:
         if commit is None:
             self._start()
         else:
-            store.together, store.block = commit.together, commit.block  # others would change the last bits of the run
+            store.together = commit.together  # another one would change the last bits of the run
             # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
@@ -186,9 +192,10 @@ class Federation:
         current.mark("dispatched")
         return current
 
-    def _send(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        """Send orders to the pool and return its replies, in order of completion."""
-        return self.pool.run(orders, self.broadcast(keys_of(orders)))
+    def _send(self, orders: Sequence[Order], means: Mapping[str, FlatTensors] | None = None) -> Iterator[Reply]:
+        """Send orders to the pool, with the means of a pass, and return its replies, in order of completion."""
+        means = means or {}
+        return self.pool.run(orders, {**self.broadcast(keys_of(orders) - means.keys()), **means})
 
     def _receive(self, current: Round) -> Iterator[Update]:
         """Return the round's updates in client order, with attackers' updates replaced."""
@@ -202,8 +209,12 @@ class Federation:
         )
         current.mark("resumed")
         self._committer.begin()  # after the orders, so that clients need not wait for the disk
+        rule = self.config.components.rule
+        updates = arrivals.updates(self.state.tensors, self.method.additions, rule)
+        if isinstance(rule, TwoPassRule) and current.orders[0].block is not None:
+            updates = select_updates(rule, updates, arrivals.blocks, self._send)
         return self._attackers.replace_updates(
-            arrivals.updates(self.state.tensors, self.method.additions, self.config.components.rule),
+            updates,
             {order.task.client_id: order.cost for order in current.orders},
             frozenset(current.attackers),
             self.state.tensors,
@@ -273,7 +284,6 @@ class Federation:
             orders = [] if alone else self.plan()
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
         self.store.together = together
-        self.store.block = choose_block(self.config.train, self.config.components, max(self._cohorts.values()))
         self.store.commit(self.state, self.checkpoint.private)
 
     def _restore_selection(self) -> None:

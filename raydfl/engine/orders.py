@@ -20,6 +20,9 @@ from raydfl.engine.storage.private import PrivateRef
 SERVER = ""
 """Client id of evaluations on the server's data."""
 
+MEAN = "mean of "
+"""Prefix of keys in a broadcast: means of a round's updates (:mod:`raydfl.engine.passes`)."""
+
 TRIGGERED = "triggered"
 """Split of test clips with a backdoor's trigger."""
 SERVER_VALIDATION = "server_validation"
@@ -48,7 +51,13 @@ class Block(Message):
     """Position of the first client."""
     clients: int
     layouts: Mapping[str, Layout]
-    """Layouts of the server's tensors by key, to check updates."""
+    """Layouts of the server's tensors by key, to check updates. In a pass: of all sent tensors."""
+    accepted: int = 0
+    """In a pass over its updates (:mod:`raydfl.engine.passes`): number of accepted clients; 0: train."""
+    means: tuple[str, ...] = ()
+    """Keys of the means for the first pass."""
+    kept: Mapping[str, np.ndarray] | None = None
+    """Chosen tensors for the second pass, by key: bool [accepted clients, tensors]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,11 @@ class Order(Message):
     def subject(self) -> str:
         """The client in words, for messages."""
         return f"client {self.task.client_id!r}" if self.task.client_id else "the evaluation on the server's data"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the order belongs to a pass over the updates of a trained block."""
+        return self.block is not None and self.block.accepted > 0
 
     @property
     def round_number(self) -> int:
@@ -253,8 +267,9 @@ def _check_weights_of_parts(weights: object, parts: Collection[str], where: str)
 
 
 def keys_of(orders: Sequence[Order]) -> set[str]:
-    """Return the keys of the server's state in some orders."""
-    return {key for order in orders for key in order.task.receive}
+    """Return the keys of the server's state, and of means, in some orders."""
+    means = {MEAN + key for order in orders if order.block is not None for key in order.block.means}
+    return means.union(*{order.task.receive for order in orders})
 
 
 def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:

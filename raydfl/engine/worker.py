@@ -34,6 +34,7 @@ from raydfl.engine.fine_tuning import fine_tune, personal_name
 from raydfl.engine.messages import blame_method, count_received_bytes, rename_for_server, select_received, split_updates
 from raydfl.engine.networks import BuiltNetworks, seed_torch
 from raydfl.engine.orders import (
+    MEAN,
     SERVER,
     SERVER_VALIDATION,
     TRIGGERED,
@@ -43,8 +44,10 @@ from raydfl.engine.orders import (
     split_groups,
     split_pieces,
 )
+from raydfl.engine.passes import BlockUpdates, HeldBlocks
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_metrics, check_number, check_weights, shorten_reason
+from raydfl.rules import TwoPassRule
 from raydfl.training import (
     Clock,
     DeadlineExceededError,
@@ -114,6 +117,7 @@ class Worker:
         # Cached, because batched training requires the same settings object for all clients of a group.
         self._training_in = functools.cache(config.train.resolve_phase)
         self._counter = TrainingCounter()
+        self._held = HeldBlocks()
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
@@ -127,7 +131,7 @@ class Worker:
             arrived: Arrival of the orders, in seconds of ``time.perf_counter``; ``None``: now.
 
         Returns:
-            A reply for each order, group by group; in a block by position.
+            A reply for each order, group by group; in a block by position. One reply for a block in a pass.
 
         Raises:
             ClientError: The method's code failed, and ``run.on_error`` is ``stop``. The message has the client, round and phase,
@@ -160,7 +164,20 @@ class Worker:
         # Lazily, so that the rule adds an update before the next group trains.
         replies = (reply for group in groups for reply in self._carry_out_group(group, broadcast, arrived))
         rule, on_error = self.config.components.rule, self.config.run.on_error
-        return sum_block(first.block, replies, rule, self.method.additions, on_error, first.round_number)
+        if not isinstance(rule, TwoPassRule):
+            return sum_block(first.block, replies, rule, self.method.additions, on_error, first.round_number)
+        started = time.perf_counter()
+        kept = self._held.find(first) if first.repeats else None
+        if kept is None:
+            kept = BlockUpdates(broadcast)
+            args = (rule, self.method.additions, on_error, first.round_number, kept)
+            trained = sum_block(first.block, replies, *args)
+            if first.block.kept is None:
+                self._held.keep(first, kept)
+            if not first.repeats:
+                return trained
+        reply = kept.repeat(first, rule, {key: broadcast[MEAN + key] for key in first.block.means})
+        return [dataclasses.replace(reply, seconds=time.perf_counter() - started)]
 
     def _carry_out_group(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float

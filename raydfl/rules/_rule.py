@@ -123,8 +123,8 @@ class Selection:
 class TwoPassRule(Rule):
     """Base class of rules that compare each update with the mean of all updates before they add the updates.
 
-    With blocks (``train.block``), the workers keep their clients' updates. :meth:`sum_updates` adds whole updates for the mean. Then
-    the engine goes through the updates twice: it measures each update, and it adds the tensors that :meth:`select` chooses.
+    With blocks (``train.block``), the workers keep their clients' updates. :meth:`sum_updates` adds whole updates for the mean.
+    Then the engine goes through the updates twice: it measures each update, and it adds the tensors that :meth:`select` chooses.
     """
 
     @abstractmethod
@@ -144,13 +144,13 @@ class TwoPassRule(Rule):
         """Choose among the tensors of all clients.
 
         Args:
-            measured: results of :meth:`measure_update` by key: float64 [clients, tensors], NaN for tensors that a client did not send.
+            measured: results of :meth:`measure_update` by key: float64 [clients, tensors], NaN for missing tensors.
             layouts: names and shapes of the tensors by key, in the order of the columns.
         """
 
     @abstractmethod
     def add_selected(self, updates: Iterable[Update], layouts: Mapping[str, Layout]) -> list[Update]:
-        """Add updates reduced to their chosen tensors, like :meth:`sum_updates`. The rule accepts the sums in place of the updates."""
+        """Add updates reduced to their chosen tensors, like :meth:`sum_updates`. The rule accepts the sums as updates."""
 
 
 def merge_tensors(
