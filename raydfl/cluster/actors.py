@@ -327,6 +327,7 @@ class ActorPool:
                 key = group[0].task.client_id
                 slot = self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0])
                 self._call(key, slot, group, _sum_costs(group))
+            return
         if not (self._backlog or self._alone):
             return
         training = next(iter(self._waiting.values()))[0].measure is None

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import known
+import torch
+from helpers import known, known_run
 
 from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError
@@ -20,6 +21,7 @@ from raydfl.engine import block_size
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import Order, Reply, split_pieces
+from raydfl.engine.passes import HeldBlocks
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -136,6 +138,68 @@ def test_any_order_of_work_and_any_division_of_blocks_give_the_same_bits(tiny: T
         assert_same_bits(reference, divided)
         assert 6 * pool.bytes == 2 * 2 * divided_pool.bytes  # Two sums in float64 instead of six updates in float32.
         assert_same_bits(reference, finish_with_tree_pool(tiny(*common, "run.name=mixed", method="fedmlac"), (0,))[0])
+
+
+PRUNING = (*ALL, "method.vl=0.2", "method.vh=0.2", "train.rounds=2")
+"""One of six clients is excluded from each layer on each side."""
+
+
+@pytest.mark.parametrize("block", [2, 4, 6])
+def test_pruning_with_blocks_equals_pruning_of_single_updates(tiny: Tiny, block: int) -> None:
+    """The means of all updates differ in their last bits. A float32 parameter differs only where its sum rounds differently."""
+    single, blocks = (
+        known_run(tiny(*PRUNING, f"train.block={size}", "train.rounds=1", method="fedmlac")) for size in (1, block)
+    )
+    for name, tensor in final_state(single).tensors["global"].items():
+        torch.testing.assert_close(final_state(blocks).tensors["global"][name], tensor, rtol=2e-7, atol=0)
+    metrics = [
+        [
+            (row.metric, row.value, row.count)
+            for row in record.to_rows(record.read_rows(run_dir))
+            if "lpa/" in row.metric
+        ]
+        for run_dir in (single, blocks)
+    ]
+    assert metrics[0] == metrics[1]
+    assert any(value > 0 for _, value, _ in metrics[0])
+
+
+def test_pruning_gives_the_same_bits_for_any_order_of_work_and_division(tiny: Tiny) -> None:
+    common = (*PRUNING, "train.block=2")
+    reference = known(tiny(*common, method="fedmlac"))
+    for name, divided in (("whole", ()), ("divided", (0, 2, 4)), ("mixed", (2,))):
+        tensors, _ = finish_with_tree_pool(tiny(*common, f"run.name={name}", method="fedmlac"), divided)
+        assert_same_bits(reference, tensors)
+
+
+class ForgetfulPool(TreePool):
+    """Pool whose worker loses the updates of a block before each pass."""
+
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+        if orders[0].repeats:
+            self.workers[""]._held = HeldBlocks()
+        return super().run(orders, broadcast)
+
+
+def test_lost_updates_of_a_block_are_trained_again_with_equal_bits(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = (*PRUNING, "train.block=4")
+    reference = known(tiny(*common, method="fedmlac"))
+    monkeypatch.setattr(f"{__name__}.TreePool", ForgetfulPool)
+    tensors, _ = finish_with_tree_pool(tiny(*common, "run.name=lost", method="fedmlac"))
+    assert_same_bits(reference, tensors)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_pruning_leaves_out_a_rejected_client(tiny: Tiny, block: int) -> None:
+    """The five other clients are pruned as without the sixth."""
+    common = [*ALL, "train.rounds=1", "run.max_failed=1.0", "method.rule={name: lpa, vl: 0.2, vh: 0.2}"]
+    config = tiny(f"method.name={EXTRA}:Diverging", "method.bad=[s1]", *common, f"train.block={block}", "run.name=bad")
+    with contextlib.closing(start_server(config)) as server:
+        report = server.round()
+        server.finish()
+    assert list(report.rejected) == ["s1"]
+    rows = record.to_rows(record.read_rows(Path(config.run.dir) / "bad"))
+    assert {(row.value, row.count) for row in rows if row.metric.startswith("lpa/pruned")} == {(0.4, 5.0)}
 
 
 def test_a_resumed_run_keeps_its_block(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 from helpers import known
 
+from raydfl.cluster.actors import ActorPool
 from raydfl.cluster.pool import RayPool
+from raydfl.cluster.server import Server
 from raydfl.core.errors import ClientError, ResourcesError
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
+from raydfl.engine.orders import Order
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs._run import OnRound, resume, run
@@ -34,10 +39,13 @@ pytestmark = [pytest.mark.usefixtures("ray_session", "free_cpus"), pytest.mark.s
 
 
 BLOCKS = ("train.cohort=1.0", "train.block=2")
+PRUNING = (*BLOCKS, "method.vl=0.2", "method.vh=0.2")
+"""One of six clients is excluded from each layer on each side."""
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"), [("fedavg", ()), ("fedmlac", ()), ("scaffold", ()), ("scaffold", BLOCKS)]
+    ("method", "settings"),
+    [("fedavg", ()), ("fedmlac", ()), ("fedmlac", PRUNING), ("scaffold", ()), ("scaffold", BLOCKS)],
 )
 def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(
     tiny: Tiny, method: str, settings: tuple[str, ...]
@@ -56,11 +64,36 @@ def test_data_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> 
     )
 
 
-@pytest.mark.parametrize(("method", "settings"), [("fedmlac", ()), ("fedper", ("train.cohort=3", "train.block=2"))])
+@pytest.mark.parametrize(
+    ("method", "settings"), [("fedmlac", ()), ("fedmlac", PRUNING), ("fedper", ("train.cohort=3", "train.block=2"))]
+)
 def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny, method: str, settings: tuple[str, ...]) -> None:
     reference = known(tiny(*settings, method=method))
     outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", *settings, method=method))
     assert_same_bits(reference, read_tensors(outcome.run_dir))
+
+
+def test_actors_lost_before_each_pass_train_their_blocks_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End an actor with trained blocks before the first pass, and another before the second."""
+    killed = []
+    start = ActorPool.start
+
+    def kill_and_start(pool: ActorPool, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
+        if orders[0].repeats:
+            key, slot = next(iter(pool._holders.values()))
+            os.kill(ray.get(slot.actor.process_id.remote()), signal.SIGKILL)
+            killed.append(key)
+        start(pool, orders, references)
+
+    reference = known(tiny(*PRUNING, "train.rounds=1", method="fedmlac"))
+    config = tiny(*PRUNING, "train.rounds=1", "run.name=lost", "ray.actors=2", method="fedmlac")
+    run_dir = create(config, Progress("quiet"))
+    monkeypatch.setattr(ActorPool, "start", kill_and_start)
+    with contextlib.closing(Server(run_dir, config)) as server:
+        server.round()
+        server.finish()
+    assert len(killed) == 2
+    assert_same_bits(reference, read_tensors(run_dir))
 
 
 def test_law_4_a_vandal_in_an_actor_leaves_the_bits_unchanged(tiny: Tiny) -> None:
