@@ -141,7 +141,7 @@ class LayerwisePruning(CollectingRule, TwoPassRule):
             for group_names in groups.values():
                 clients = np.flatnonzero(sent[:, layout.positions[group_names[0]]])
                 for layer, names in group_layers(group_names, self.by).items():
-                    columns = [layout.positions[name] for name in names]
+                    columns = np.array([layout.positions[name] for name in names])
                     remaining = clients[self._keep(squares[np.ix_(clients, columns)].sum(axis=1))]
                     kept[key][np.ix_(remaining, columns)] = True
                     pruned = Ratio(len(clients) - len(remaining), len(clients))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def make_block(first: int, clients: int, accepted: int = 0) -> Order:
 
 
 def prune_in_blocks(
-    rule: LayerwisePruning, clients: Sequence[Sequence[Update]], size: int, current: dict[str, Tensors]
+    rule: LayerwisePruning, clients: Sequence[Sequence[Update]], size: int, current: Mapping[str, Tensors]
 ) -> Aggregate:
     """Sum blocks of clients, and let the rule combine their selected sums."""
     blocks, sums = [], []
