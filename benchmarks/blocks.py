@@ -167,10 +167,13 @@ class SimulatedActors:
 
     def measure_work(self) -> float:
         """Repeat the actors' work of all calls, and return its processor seconds."""
+        ends, self._ends = self._ends, []  # Nobody fetches these results, so they must not count as finished.
         before = time.process_time()
         for call in self.calls:
             self._answer(call, 0.0)
-        return time.process_time() - before
+        used = time.process_time() - before
+        self._ends = ends
+        return used
 
     def start_actor(self, place: str, kind: ActorKind, key: object) -> Any:
         """Start a simulated actor."""
