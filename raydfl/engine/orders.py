@@ -95,7 +95,7 @@ class Order(Message):
 
     @property
     def repeats(self) -> bool:
-        """Whether the order belongs to a pass over the updates of a trained block."""
+        """True for a pass over the updates of a trained block."""
         return self.block is not None and self.block.accepted > 0
 
     @property

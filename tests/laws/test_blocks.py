@@ -141,7 +141,7 @@ def test_any_order_of_work_and_any_division_of_blocks_give_the_same_bits(tiny: T
 
 
 PRUNING = (*ALL, "method.vl=0.2", "method.vh=0.2", "train.rounds=2")
-"""One of six clients is excluded from each layer on each side."""
+"""A client out of six is excluded from each layer on each side."""
 
 
 @pytest.mark.parametrize("block", [2, 4, 6])
@@ -173,7 +173,7 @@ def test_pruning_gives_the_same_bits_for_any_order_of_work_and_division(tiny: Ti
 
 
 class ForgetfulPool(TreePool):
-    """Pool whose worker loses the updates of a block before each pass."""
+    """Pool with a worker that loses the updates of a block before each pass."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         if orders[0].repeats:
@@ -191,7 +191,7 @@ def test_lost_updates_of_a_block_are_trained_again_with_equal_bits(tiny: Tiny, m
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_pruning_leaves_out_a_rejected_client(tiny: Tiny, block: int) -> None:
-    """The five other clients are pruned as without the sixth."""
+    """Five clients remain, and are pruned as usual."""
     common = [*ALL, "train.rounds=1", "run.max_failed=1.0", "method.rule={name: lpa, vl: 0.2, vh: 0.2}"]
     config = tiny(f"method.name={EXTRA}:Diverging", "method.bad=[s1]", *common, f"train.block={block}", "run.name=bad")
     with contextlib.closing(start_server(config)) as server:

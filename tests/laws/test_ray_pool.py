@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.usefixtures("ray_session", "free_cpus"), pytest.mark.s
 
 BLOCKS = ("train.cohort=1.0", "train.block=2")
 PRUNING = (*BLOCKS, "method.vl=0.2", "method.vh=0.2")
-"""One of six clients is excluded from each layer on each side."""
+"""A client out of six is excluded from each layer on each side."""
 
 
 @pytest.mark.parametrize(

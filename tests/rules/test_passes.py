@@ -64,7 +64,7 @@ def test_blocks_of_cut_updates_give_the_result_of_single_updates(seed: int, size
 @pytest.mark.parametrize("size", [1, 3, 7])
 @pytest.mark.parametrize("by", ["module", "tensor"])
 def test_blocks_of_clients_with_different_tensors_and_keys(size: int, by: str) -> None:
-    """A layer is pruned among the clients that sent its tensors."""
+    """A layer is pruned among the senders of its tensors."""
     rng = np.random.default_rng(size)
 
     def draw(names: Sequence[str], key: str) -> Update:
@@ -93,7 +93,7 @@ def test_equal_updates_are_pruned_in_client_order() -> None:
 
 
 def test_senders_of_selected_sums_are_those_of_all_updates() -> None:
-    """Methods that count senders must count excluded clients, too."""
+    """Methods may count senders. Excluded clients are senders, too."""
     rng = np.random.default_rng(3)
     kept = BlockUpdates({})
     updates = [Update({"a": torch.from_numpy(rng.normal(size=3)).float()}, 2.0) for _ in range(10)]
@@ -105,7 +105,7 @@ def test_senders_of_selected_sums_are_those_of_all_updates() -> None:
     assert (total.senders, total.weight) == ({"a": 10}, 8.0)
 
 
-def test_a_repeated_training_with_other_clients_is_an_error() -> None:
+def test_a_repeated_training_with_fewer_clients_is_an_error() -> None:
     kept = BlockUpdates({})
     kept.take([Update({"a": torch.zeros(2)}, 1.0)])
     with pytest.raises(ClientError, match="were trained again after a loss, and 1 of them were accepted instead of 2"):
