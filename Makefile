@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-versions wheel test-wheel check docs tables bench-peers gpu-check
+.PHONY: help run test test-all test-versions wheel test-wheel check docs tables bench-peers gpu-check fuzz
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make tables    the tables and figures of the docs, from the JSON files in benchmarks/results'
+	@echo 'make fuzz      an hour of damaged files of every format that raydfl reads (docs/recordings.md)'
 	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research, FedJAX; BlazeFL too if Python 3.12 or newer is there'
 
@@ -90,6 +91,9 @@ docs: $(INSTALLED)
 
 tables: $(INSTALLED)
 	.venv/bin/python benchmarks/study_tables.py
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 .venv/bin/python tests/fuzz/fuzz.py --seconds 3600 $(ARGS)
 
 gpu-check: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gpu_check.py $(ARGS)

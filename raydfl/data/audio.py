@@ -91,6 +91,11 @@ def read_audio(
                 f"'raydfl[video]', or convert the file to wav with: ffmpeg -i {shlex.quote(name)} {wav}"
             ) from error
         raise DataError(f"{name}: cannot be read as audio: {error}") from error
+    except MemoryError as error:
+        raise DataError(
+            f"{name}: its header promises {promised} samples, which do not fit in memory. If the file is shorter, it is damaged: "
+            f"copy it again"
+        ) from error
     if len(samples) < promised:
         raise DataError(
             f"{name}: truncated: its header promises {promised} samples, but only {len(samples)} can be read. Copy the file again"

@@ -225,3 +225,18 @@ def test_first_occurrences_match_numpy() -> None:
     ]
     _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
     assert _find_first(columns) == sorted(first.tolist())
+
+
+@pytest.mark.parametrize("kind", ["arrow", "feather"])
+def test_damaged_offsets_of_texts_are_an_error(make_data: Make, tmp_path: Path, kind: str) -> None:
+    """Without the check, the process would read beyond the file and end with a segmentation fault."""
+    table = pa.table({"client": ["a", "b"], "first": [0, 60], "clips": [60, 60]})
+    path = tmp_path / f"clients.{kind}"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 1, 2))
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, offsets[:4] + b"\xff\xff\xff\x7f" + offsets[8:]))
+    with pytest.raises(DataError, match=rf"clients\.{kind} cannot be read: .*[Oo]ffset"):
+        build_population(make_data(**use_table(path)), 1)

@@ -216,7 +216,9 @@ def _read_list(path: Path) -> pa.Table:
     if path.suffix == ".csv":
         return pa.csv.read_csv(path, convert_options=pa.csv.ConvertOptions(strings_can_be_null=True, null_values=[""]))
     if path.suffix == ".parquet":
-        return pq.ParquetFile(path).read()
+        table = pq.ParquetFile(path).read()
+        table.validate(full=True)
+        return table
     return pa.Table.from_pylist([json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()])
 
 
@@ -231,6 +233,7 @@ def _read_arrow(path: Path, mapping: pa.Buffer, columns: list[str]) -> pa.Table:
     batches = []
     for batch in reader if stream else map(reader.get_batch, range(reader.num_record_batches)):
         batches.append(batch.select(columns))
+        batches[-1].validate(full=True)  # Damaged offsets end the process when a value is read.
         for buffer in itertools.chain.from_iterable(column.buffers() for column in batches[-1]):
             if buffer is not None and buffer.size and not 0 <= buffer.address - mapping.address < mapping.size:
                 raise DataError(

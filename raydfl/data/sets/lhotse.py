@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -109,7 +110,17 @@ def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
                     cut = json.loads(line)
                     where += f" (cut {cut.get('id')!r})"
                     yield _make_row(cut, folder)
-    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         if isinstance(error, LookupError | TypeError | AttributeError):
             reason = f"the cut is not in Lhotse's format: {type(error).__name__}: {error}"

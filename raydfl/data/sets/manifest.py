@@ -138,7 +138,9 @@ class Manifest(Dataset):
             if not file.is_file():
                 raise DataError(f"there is no list of recordings {file}. Expected {self.card.layout}")
             if file.suffix.lower() == ".parquet":
-                return pa.parquet.read_table(file)
+                table = pa.parquet.read_table(file)
+                table.validate(full=True)
+                return table
             if file.suffix.lower() == ".csv":
                 names = (
                     self.path_column,
@@ -148,7 +150,7 @@ class Manifest(Dataset):
                     *_SEGMENT,
                 )
                 return read_csv(file, names)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise DataError(f"{file} cannot be read: {reason}. Expected {self.card.layout}") from error
         raise DataError(f"{file} is neither *.csv nor *.parquet. Expected {self.card.layout}")

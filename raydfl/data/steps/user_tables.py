@@ -250,7 +250,8 @@ def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Ite
             names = table.column_names
         else:
             table, names = _map_columns(path, requested)
-    except (OSError, pa.ArrowException) as error:
+        table.validate(full=True)  # Damaged offsets end the process when a value is read.
+    except (OSError, ValueError, pa.ArrowException) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DataError(
             f"{where}: {path} cannot be read: {reason}; it must be a Parquet, Arrow or CSV file with a row for each {row_of}"

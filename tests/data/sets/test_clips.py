@@ -147,6 +147,18 @@ def test_truncated_compressed_files_are_rejected(tmp_path: Path, suffix: str, su
         read_audio(path)
 
 
+def test_a_header_that_promises_more_samples_than_memory_is_an_error(tmp_path: Path) -> None:
+    """The number of frames in an mp3's header, 2**31 - 1, promises 5 TB."""
+    path = tmp_path / "a.mp3"
+    soundfile.write(path, 0.2 * np.sin(np.arange(8000) * 0.05), 8000)
+    content = bytearray(path.read_bytes())
+    at = content.find(b"Xing")
+    content[at + 8 : at + 12] = (2**31 - 1).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.mp3: its header promises 12369505\d+ samples, which do not fit in memory"):
+        read_audio(path)
+
+
 def test_a_wav_file_cut_within_its_header_is_rejected(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav")
     path.write_bytes(path.read_bytes()[:40])

@@ -245,6 +245,13 @@ def test_a_parquet_list_matches_a_csv_list(clips: Path) -> None:
     ]
 
 
+def test_text_outside_utf8_in_a_parquet_list_is_an_error(clips: Path) -> None:
+    labels = pa.array([b"dog", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"path": ["clips/a.wav", "clips/b.wav"], "label": labels}), clips / "list.parquet")
+    with pytest.raises(DataError, match=r"list\.parquet cannot be read: .*UTF-?8"):
+        Manifest(file=clips / "list.parquet").manifest()
+
+
 def test_column_names_and_the_root_can_be_chosen(clips: Path) -> None:
     (clips / "lists").mkdir()
     file = write_text(

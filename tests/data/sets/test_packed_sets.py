@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -469,6 +470,7 @@ RECORDING: dict[str, Any] = CUT["recording"]  # type: ignore[assignment]
         ),
         ({"channel": 1}, r"has no file with channel 1, but "),
         ({"duration": 0.0}, r"it starts at sample 0, and has 0 samples"),
+        ({"duration": float("inf")}, r"line 1 \(cut 'c1'\) cannot be read: "),
         ({"recording": {"id": "r"}}, r"the cut is not in Lhotse's format: KeyError: 'sampling_rate'"),
         (
             {"supervisions": [{"custom": {"label": "dog"}}, {"custom": {"label": "cat"}}]},
@@ -481,6 +483,15 @@ def test_unsupported_cuts_are_rejected(tmp_path: Path, change: dict[str, Any], m
     (tmp_path / "cuts.jsonl").write_text(json.dumps(CUT | change))
     with pytest.raises(DataError, match=message):
         Lhotse(root=tmp_path).manifest()
+
+
+def test_a_damaged_list_of_cuts_is_an_error(tmp_path: Path) -> None:
+    """Each byte after gzip's header is wrong once. The checksum finds errors that the decompression does not find."""
+    content = gzip.compress(json.dumps(CUT).encode() * 3)
+    for at in range(10, len(content)):
+        (tmp_path / "cuts.jsonl.gz").write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+        with pytest.raises(DataError, match=r"cuts\.jsonl\.gz.* cannot be read: "):
+            Lhotse(root=tmp_path).manifest()
 
 
 def test_damaged_recordings_in_a_shard_raise_or_are_skipped(tmp_path: Path, raydfl: Raydfl) -> None:

@@ -1,0 +1,57 @@
+"""Damaged files: a few cases of each format. ``make fuzz`` runs an hour's worth."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fuzz
+import pytest
+
+
+def spend_memory() -> None:
+    bytearray(fuzz.MEGABYTES * 1_100_000).count(1)
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "end"),
+    [
+        (lambda: sys.exit(0), "0"),
+        (lambda: sys.exit(2), "2"),
+        (lambda: sys.exit(1), "exit code 1"),
+        (lambda: int("x"), "ValueError"),
+        (lambda: None, "no exit"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9"),
+        (spend_memory, "memory"),
+        (lambda: time.sleep(60), "time"),
+    ],
+)
+def test_each_kind_of_failure_is_found(call: Callable[[], None], end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if end == "time":
+        monkeypatch.setattr(fuzz, "SECONDS", 0.5)
+    assert fuzz.run_child(call) == end
+
+
+def test_damage_depends_on_the_seed() -> None:
+    content = bytes(range(256)) * 4
+    damaged = [fuzz.damage(content, random.Random(seed)) for seed in range(200)]
+    assert damaged == [fuzz.damage(content, random.Random(seed)) for seed in range(200)]
+    assert sum(result != content for result in damaged) > 190
+    assert {len(result) < len(content) for result in damaged} == {True, False}
+
+
+@pytest.mark.parametrize("cases", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_damaged_files_end_with_a_message(cases: int) -> None:
+    """In a process of its own, because this one has threads, which a fork would lose."""
+    program = [sys.executable, fuzz.__file__, "--cases", str(cases), "--seed", "1000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False, cwd=Path.home())
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == len(fuzz.FORMATS) + 1
