@@ -204,8 +204,11 @@ def map_table(path: Path) -> pa.RecordBatch:
     Raises:
         OSError, ValueError: the file is missing or damaged.
     """
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).get_batch(0)
+    try:
+        with pa.memory_map(str(path)) as file:
+            return pa.ipc.open_file(file).get_batch(0)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
 
 
 def digest_file(path: Path) -> str:

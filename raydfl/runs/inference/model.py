@@ -203,7 +203,7 @@ class _Run:
         self.config: Config = read_config(run_dir, trust)
         self.commit, self.chosen = _load_best_commit(run_dir, self.config) if best else (_load_last_commit(run_dir), "")
         self.method: Method = self.config.components.method
-        self.population = Population.load(run_dir / "population", features=False)
+        self.population = Population.load(run_dir / "population", verify=True, features=False)
         self.clients = Clients(self.population, self.config)
 
     def load_shared(self, model: str | None) -> RunModel:

@@ -418,6 +418,16 @@ def test_a_damaged_population_is_reported(mutual: Finished, tmp_path: Path) -> N
         load_model(tmp_path / "run")
 
 
+def test_a_changed_population_is_reported(mutual: Finished, tmp_path: Path) -> None:
+    """Arrow files hold offsets, and a wrong offset may end the process."""
+    shutil.copytree(mutual.folder, tmp_path / "run")
+    path = tmp_path / "run" / "population" / "clips.arrow"
+    content = path.read_bytes()
+    path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    with pytest.raises(RunDirectoryError, match=r"damaged \(the content of clips.arrow has changed\)"):
+        load_model(tmp_path / "run")
+
+
 def test_a_diverged_model_is_reported(mutual: Finished) -> None:
     model = load_model(mutual.folder)
     with torch.no_grad():
