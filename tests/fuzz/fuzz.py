@@ -41,7 +41,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "data" / "packed")]
 PACKED = TESTS / "data" / "packed"
 RATE = 8000
 SECONDS, MEGABYTES = 30, 1500
-"""Limits of a case: time, and memory in addition to that of the loaded program."""
+"""Limits of a case: time, and memory in addition to the loaded program."""
 DATA = {"features": {"sample_rate": RATE, "bands": 8, "seconds": 0.1}}
 PARTITION = {"by": "dirichlet", "clients": 2, "alpha": 100.0, "minimum": 1}
 LOADED = {"PIL", "pandas", "raydfl", "safetensors", "scipy", "torch", "torchaudio", "transformers", "typer"}
@@ -52,7 +52,7 @@ NUMBERS = (b"\xff" * 4, b"\x00" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files, and a command that reads it."""
+    """A format of files, and a command to read it."""
 
     write: Callable[[Path], list[str]]
     """Writes valid files into a folder, and returns the arguments of the command."""
@@ -81,7 +81,7 @@ def write_wave(path: Path, number: int = 0) -> Path:
 
 
 def write_job(folder: Path, **data: Any) -> list[str]:
-    """Write a configuration of data, and return the command that computes its features."""
+    """Write a configuration of data, and return the command for its features."""
     job = {
         "method": "fedavg",
         "models": {"model": "cnn_small" if data.get("features", {}).get("kind") == "image" else "linear"},
@@ -335,7 +335,7 @@ def _call_main(arguments: Sequence[str]) -> None:
 
 
 def check_and_load(arguments: Sequence[str], folder: Path) -> None:
-    """Run a command on valid files, and load its modules into this process, so that its children need not load them."""
+    """Run a command on valid files, and load its modules into this process, to save its children the time."""
     modules = folder / "modules.json"
 
     def call() -> None:
@@ -356,7 +356,7 @@ def check_and_load(arguments: Sequence[str], folder: Path) -> None:
 
 
 def run_child(call: Callable[[], None]) -> str:
-    """Call a function that exits, in a child of this process.
+    """Call a function in a child of this process.
 
     Returns:
         ``0`` or ``2``, or a description of the failure: ``exit code 1``, an exception, a signal, ``time``, or ``memory``.

@@ -49,7 +49,7 @@ def test_damage_depends_on_the_seed() -> None:
 
 @pytest.mark.parametrize("cases", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_damaged_files_end_with_a_message(cases: int) -> None:
-    """In a process of its own, because this one has threads, which a fork would lose."""
+    """In a process of its own, because a fork of this process would lose its threads."""
     program = [sys.executable, fuzz.__file__, "--cases", str(cases), "--seed", "1000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False, cwd=Path.home())

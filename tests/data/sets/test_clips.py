@@ -147,7 +147,7 @@ def test_truncated_compressed_files_are_rejected(tmp_path: Path, suffix: str, su
         read_audio(path)
 
 
-def test_a_header_that_promises_more_samples_than_memory_is_an_error(tmp_path: Path) -> None:
+def test_a_header_with_more_samples_than_memory_is_an_error(tmp_path: Path) -> None:
     """The number of frames in an mp3's header, 2**31 - 1, promises 5 TB."""
     path = tmp_path / "a.mp3"
     soundfile.write(path, 0.2 * np.sin(np.arange(8000) * 0.05), 8000)

@@ -486,7 +486,7 @@ def test_unsupported_cuts_are_rejected(tmp_path: Path, change: dict[str, Any], m
 
 
 def test_a_damaged_list_of_cuts_is_an_error(tmp_path: Path) -> None:
-    """Each byte after gzip's header is wrong once. The checksum finds errors that the decompression does not find."""
+    """Each byte after gzip's header is wrong once. Some errors are found by the checksum alone."""
     content = gzip.compress(json.dumps(CUT).encode() * 3)
     for at in range(10, len(content)):
         (tmp_path / "cuts.jsonl.gz").write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
