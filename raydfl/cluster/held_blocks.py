@@ -16,7 +16,7 @@ class HeldBlocks:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, tuple[Any, Any]] = {}
+        self.holders: dict[int, tuple[Any, Any]] = {}
         """Key and slot of the actor with the updates of a block."""
         self._waiting: dict[Any, tuple[Any, list[int]]] = {}
         """Slot and waiting blocks of a pass in decreasing order, by the slot's key."""
@@ -24,7 +24,7 @@ class HeldBlocks:
 
     def __contains__(self, block: int) -> bool:
         """Return whether an actor has the updates of a block."""
-        return block in self._holders
+        return block in self.holders
 
     def start(self, blocks: Collection[int], is_pass: bool) -> None:
         """Replace the waiting blocks.
@@ -34,17 +34,17 @@ class HeldBlocks:
             is_pass: Whether the orders visit updates of the last training. Otherwise these updates are forgotten.
         """
         if not is_pass:
-            self._holders = {}
+            self.holders = {}
         self._waiting = {}
-        for block in sorted(self._holders.keys() & set(blocks), reverse=True):
-            key, slot = self._holders[block]
+        for block in sorted(self.holders.keys() & set(blocks), reverse=True):
+            key, slot = self.holders[block]
             self._waiting.setdefault(key, (slot, []))[1].append(block)
-        self._window = Backlog((block, 0.0) for block in blocks if block in self._holders)
+        self._window = Backlog((block, 0.0) for block in blocks if block in self.holders)
 
     def keep(self, order: Order, key: Any, slot: Any) -> None:
         """Record the actor with the updates of an order's block."""
         if order.block is not None and order.block.first == order.position:
-            self._holders[order.position] = key, slot
+            self.holders[order.position] = key, slot
 
     def note_result(self, position: int) -> None:
         """Record the result of an order, and move the window."""
