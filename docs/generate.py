@@ -75,7 +75,7 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
         classes = {heading: (cls, set()) for heading, cls in FEATURES.items()}
     elif page == "views.md":
         classes = {"Images": (ImageFeatures, set())}
-    elif page == "sweeps.md":
+    elif page == "studies.md":
         studies = {
             "The file": StudySettings,
             "metric": MetricSettings,
