@@ -228,7 +228,7 @@ _TITLES = {
 def explain_methods(width: int, only: Sequence[str] = ()) -> str:
     """Format the result of :func:`methods_as_data` as text, in lines of ``width`` characters.
 
-    With names, each entry starts with its explanation: equations, sources and deviations.
+    With names, each entry contains its explanation: equations, sources and deviations.
     """
     return "\n\n\n".join(
         "\n".join(
@@ -245,9 +245,9 @@ def explain_methods(width: int, only: Sequence[str] = ()) -> str:
 def _classes(entries: Mapping[str, Mapping[str, Any]], width: int, with_explanation: bool) -> list[str]:
     lines = []
     for name, about in entries.items():
-        if with_explanation:
-            lines += ["", *about["explanation"].splitlines()]
         lines += ["", *_wrap(f"{name}: {about['about']}", 0, width)]
+        if with_explanation:
+            lines += ["", *about["explanation"].splitlines(), ""]
         if "models" in about:
             models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
             lines += _wrap(f"models, with their default architectures: {models}", 1, width)
