@@ -25,7 +25,7 @@ from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.idle import IdleActors, keep_server, take_server
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
-from raydfl.cluster.nodes import NodeWatch
+from raydfl.cluster.nodes import NodeWatch, SuitableNodes
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
@@ -76,11 +76,12 @@ class Server:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            start = functools.partial(start_client_actor, run_dir, config, population, group, files, idle=idle)
+            nodes = None if files is None else SuitableNodes(files, run_dir)
+            start = functools.partial(start_client_actor, run_dir, config, population, group, nodes, idle=idle)
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
-                else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places)
+                else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places, nodes)
             )
             self._pool, self._idle = pool, idle
             opened.callback(self._close_pool)
