@@ -9,6 +9,11 @@ L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting Shared Representa
 
 Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's). Name prefixes of tensors select the head, as
 in FedPer. Without a head it is FedAvg.
+
+No model is shared as a whole, so the server evaluates none. Clients evaluate their models on their held-out clips and on sampled
+test clips (``evaluate.client_test_clips``).
+
+    raydfl run jobs/tiny.yaml run.name=fedrep train.rounds=1 method=fedrep method.head_epochs=2
 """
 
 from __future__ import annotations
