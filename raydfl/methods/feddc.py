@@ -14,8 +14,8 @@ Readings and deviations:
   whole population. Here both means are over the cohort.
 - A client sends the sum w_i + h_i. The mean is the same. With the control variate, it sends twice FedAvg's bytes, and
   receives as many.
-- The last term has v - w instead of v, with the same gradient. With momentum, the effective number of steps replaces
-  E ceil(mean(n) / B). Only ``train.optimiser.name: sgd`` is accepted. Buffers are averaged.
+- The last term has v - w instead of v, with the same gradient. With momentum, the number of plain steps that move equally far
+  along a constant gradient replaces E ceil(mean(n) / B). Only ``train.optimiser.name: sgd`` is accepted. Buffers are averaged.
 - Without pruning and groups, ``fedapta`` is this method.
 
     raydfl run jobs/tiny.yaml run.name=feddc train.rounds=1 method=feddc \
