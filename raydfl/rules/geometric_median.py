@@ -29,7 +29,8 @@ class GeometricMedian(RobustRule):
 
     The paper does not specify the starting point. This rule starts at the clients' mean, with differences to the server's
     tensors clipped to their median norm. A single attacker can move the plain mean arbitrarily far. The server's tensors
-    would favour free riders, because the steps hardly leave a client that is very near.
+    would favour free riders, because the steps hardly leave a client that is very near (measured: with a fifth of free
+    riders, training never started). nu is the option ``smoothing``.
     """
 
     iterations: Annotated[

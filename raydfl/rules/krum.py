@@ -1,4 +1,4 @@
-"""Krum: selection of the update with the nearest neighbours.
+"""Krum: selection of the single update with the nearest neighbours, unchanged.
 
 P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, Machine Learning with Adversaries: Byzantine Tolerant Gradient
 Descent, NeurIPS 2017, section 4:
