@@ -13,9 +13,8 @@ body with this head. A client measures the same model (``model/...``), and the f
 
 Readings and deviations:
 
-- The paper fine-tunes once, after the last round. Here each evaluation of clients (``evaluate.every``) fine-tunes, with a new
-  optimiser at the round's learning rate, and discards the result. This may take longer than the training. Set ``evaluate.every``
-  to evaluate less often.
+- The paper fine-tunes once, after the last round. Here each evaluation of clients fine-tunes, with a new optimiser at the round's
+  learning rate, and discards the result. This may take longer than the training: raise ``evaluate.every``.
 - The head is the network's last layer, selected by name prefixes of its tensors. ``head: []`` and
   ``evaluate.fine_tune: {epochs: 0}`` are FedAvg.
 - The paper's algorithm weights clients by examples, its code uniformly (``rule: uniform_mean``).

@@ -8,7 +8,7 @@ n_k(y) is the number of client k's examples of class y, n(y) their sum over the 
              y are the labels of the batch, y' is uniform over the classes with examples, B is the batch size,
              alpha_t = max(1e-4, alpha decay^t), and beta_t likewise. No gradient reaches the first argument of KL.
     sent     the network and n_k
-    server   G by ``server_steps`` steps of Adam on   mean of sum_k n_k(y) / n(y) CE(head_k(G(y, e)), y)  + diversity D,
+    server   G by server_steps steps of Adam on   mean of sum_k n_k(y) / n(y) CE(head_k(G(y, e)), y)  + diversity D,
              D = exp(-mean over pairs of ||e_i - e_j||^2 / n * ||G_i - G_j||_1 / d), with n noise values and d features,
              y uniform over the cohort's classes with examples. Then w as in FedAvg.
 

@@ -20,12 +20,12 @@ The objective must be ``classify``, without ``data.parts``. Networks may differ 
 your own needs ``embed(x, lengths=None)``, float32 [batch, width], and a last layer ``output`` that ``forward`` applies to its
 result.
 
-``weights: true`` also averages the networks' weights, as in FedAvg, and yields a global model. It needs one architecture. A
-network that learns from one client's few clips cannot classify unseen speakers as well as FedKAD in FedMLAC's table. Only this
-variant has a global model, comparable with other methods' on the server's test data. Report it as a variant.
-
 For a class without local examples, a client returns the received mean with weight 0. A rule that ignores weights thus sees no
 change. Class means are computed in evaluation mode.
+
+``weights: true`` also averages the networks' weights, as in FedAvg. It needs one architecture, and yields a global model,
+comparable with other methods' on the server's test data. Report it as a variant. Without it, a network that learns from one
+client's few clips cannot classify unseen speakers as well as FedKAD in FedMLAC's table.
 
 Without ``weights`` there is no global model. Each client's network is measured on its held-out clips and on sampled test clips
 (``evaluate.client_test_clips``). ``prototypes/accuracy`` is the accuracy of predicting the class with the nearest K_c to g_k(x).

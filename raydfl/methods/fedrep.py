@@ -3,8 +3,8 @@
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting Shared Representations for Personalized Federated Learning, ICML
 2021, algorithm 1. With the representation phi and the head h_k of client k:
 
-    client   h_k   <- ``head_epochs`` epochs with phi fixed
-             phi_k <- ``train.local_epochs`` epochs with h_k fixed; phi_k is sent
+    client   h_k   <- head_epochs epochs with phi fixed
+             phi_k <- train.local_epochs epochs with h_k fixed; phi_k is sent
     server   phi   <- mean of the phi_k
 
 Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's). Name prefixes of tensors select the head, as

@@ -7,7 +7,7 @@ client computes one forward pass z = f(x_l, x_u), with dropout, over clips x_l w
     L_s         mean of CE(z_l, y)
     L_u         sum of CE(z_u, guess) over accepted guesses, divided by the number of all x_u; no gradient reaches guesses
     loss        (1 - beta) L_s + beta L_u + decay * sum of squares of all convolution kernels
-    tau         from ``threshold``'s first to its second value along half a cosine over the rounds, 1 for the first round
+    tau         from threshold's first to its second value along half a cosine over the rounds, 1 for the first round
 
 The objective must be ``classify``, and ``data.unlabelled`` sets the pools (docs/data.md#dataunlabelled). docs/fedstar.md has the
 paper's settings, its baselines and the reasons of the readings.

@@ -3,8 +3,8 @@
 A. Li, J. Sun, P. Li, Y. Pu, H. Li, Y. Chen, Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients,
 MobiCom 2021. A round, with client k's own model v_k and mask m_k:
 
-    client   prunes a further fraction ``step`` of each layer's filters with the smallest L1 norm, up to ``target``, if its
-             held-out accuracy reaches ``threshold``. Then it trains m_k * v_k, and sends the model and the mask.
+    client   prunes a further fraction step of each layer's filters with the smallest L1 norm, up to target, if its
+             held-out accuracy reaches threshold. Then it trains m_k * v_k, and sends the model and the mask.
     server   averages the filters kept by the whole cohort, weighted by n_k, and writes them into every client's model.
              All other filters remain the client's own.
 

@@ -3,7 +3,7 @@
 C. T. Dinh, N. H. Tran, T. D. Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, algorithm 1 and
 equation 7. For each batch D of client i, with its local copy w_i of w:
 
-    theta_i  ~ argmin over v of  F_i(v; D) + (lam / 2) ||v - w_i||^2     by ``personal_steps`` steps of rate ``personal_lr``   (7)
+    theta_i  ~ argmin over v of  F_i(v; D) + (lam / 2) ||v - w_i||^2     by personal_steps steps of rate personal_lr   (7)
     w_i      <- w_i - lr lam (w_i - theta_i)                            lr is the run's learning rate
     server   w <- (1 - beta) w + beta mean of the w_i
 
