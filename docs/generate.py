@@ -19,12 +19,13 @@ from raydfl.core import registry
 from raydfl.core.options import Option, options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
-from raydfl.data.dataset import dataset_names
+from raydfl.data.dataset import Card, Dataset, dataset_names
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures
 from raydfl.engine.groups import GroupRule
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.models._lora import Lora
@@ -84,7 +85,11 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
         }
         classes = {heading: (cls, set()) for heading, cls in studies.items()}
     elif page == "pretrained.md":
-        classes = {"data.features of the kind pretrained": (PretrainedFeatures, set()), "Adapters": (Lora, set())}
+        classes = {
+            "A small encoder of speech": (SpeechEmbeddingFeatures, set()),
+            "data.features of the kind pretrained": (PretrainedFeatures, set()),
+            "Adapters": (Lora, set()),
+        }
     if page in ("configuration.md", "data.md", "views.md"):
         places = list_settings_groups(Config)
         for place, cls in places.items():
@@ -171,6 +176,8 @@ def _format_sections(level: str, classes: Mapping[str, type]) -> Iterator[str]:
         yield from (f"{level} {name}", "", *format_docstrings(cls))
         if issubclass(cls, Method):
             yield from (_describe_models(cls), "")
+        elif issubclass(cls, Dataset):
+            yield from _describe_card(cls.card)
         if _list_options(cls, {"rule"} if issubclass(cls, Method) else set()):
             yield from ("<!-- options -->", "")
 
@@ -180,10 +187,11 @@ def format_docstrings(cls: type) -> list[str]:
     lines: list[str] = []
     is_block = False
     for line in explain_class(cls).splitlines():
-        if is_block and line and not line.startswith(_INDENT):
+        is_command_after_text = line.startswith(f"{_INDENT}raydfl ") and lines[-1:] == [""]
+        if is_block and line and (not line.startswith(_INDENT) or is_command_after_text):
             is_block = False
             lines[_end_of_text(lines) :] = ["```", ""]
-        elif not is_block and line.startswith(_INDENT):
+        if not is_block and line.startswith(_INDENT):
             is_block = True
             lines.append(f"```{_find_language(line)}")
         lines.append(line.removeprefix(_INDENT) if is_block else _format_text(line))
@@ -206,6 +214,11 @@ def _find_language(line: str) -> str:
 def _format_text(line: str) -> str:
     """Format a line of a docstring: names of pages become links."""
     return _PAGE.sub(lambda match: f"[{match[1]}]({match[0].removeprefix('docs/')})", line)
+
+
+def _describe_card(card: Card) -> Iterator[str]:
+    facts = {"layout": card.layout, "licence": card.licence, "source": card.url}
+    yield from ("```text", *(f"{name:<9}{text}" for name, text in facts.items() if text), "```", "")
 
 
 def _describe_models(cls: type[Method]) -> str:

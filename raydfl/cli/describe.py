@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from raydfl.cli.explain import explain_class
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import options_of
 from raydfl.data import (
@@ -40,7 +41,7 @@ _STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 
 
 def describe_dataset(name: str) -> list[str]:
-    """Describe a data set's layout, licence and options without opening it.
+    """Describe a data set's layout, licence, content and options without opening it.
 
     Args:
         name: a built-in data set, or ``my_file.py:Class``.
@@ -55,6 +56,7 @@ def describe_dataset(name: str) -> list[str]:
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url, "classes": classes}
     for label, text in facts.items():
         lines += _format_entry(label, text) if text else []
+    lines += ["", *explain_class(cls).splitlines()]
     lines += ["", "Options in the group `data` of a configuration:"]
     for option in options_of(cls):
         default = "(required)" if option.required else f"= {json.dumps(option.default)}"

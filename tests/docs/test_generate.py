@@ -20,6 +20,9 @@ class Example:
 
     The command:
 
+        data:
+          name: fsdd
+
         raydfl run jobs/tiny.yaml \\
             method=fedavg
     """
@@ -50,6 +53,11 @@ def test_docstrings_become_paragraphs_and_blocks() -> None:
         "```",
         "",
         "The command:",
+        "",
+        "```yaml",
+        "data:",
+        "  name: fsdd",
+        "```",
         "",
         "```bash",
         "raydfl run jobs/tiny.yaml \\",

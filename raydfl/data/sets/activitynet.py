@@ -5,6 +5,9 @@ Understanding, CVPR 2015.
 
 Layout: ``activity_net.v1-3.min.json`` and, at any depth, videos ``v_{id}.mp4`` (or other endings of videos). The published
 validation set is raydfl's test set, because the labels of the published test set are not public. Its videos are left out.
+
+Missing videos are ignored. The reader is tested on small trees in this layout, and decoding on a single video. Nothing was trained
+on the set.
 """
 
 from __future__ import annotations

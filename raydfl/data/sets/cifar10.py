@@ -2,6 +2,9 @@
 
 Layout: five pickles of 10,000 images each for training, and a pickle for the test. Either split may be missing. Pickles are read
 without executing code in them.
+
+A pickle with anything but arrays and plain values is rejected. The whole set was not available: the reader is tested on small files
+in this layout.
 """
 
 from __future__ import annotations

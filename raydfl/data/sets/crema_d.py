@@ -6,6 +6,16 @@ list of FedAudio, used by FedMLAC (4,798 clips of the full set), is ``labels="vo
 "anger"]``.
 
 The published clip ``1076_MTI_SAD_XX`` has no sound and is always left out.
+
+    data:
+      name: crema_d
+      root: PATH/TO/CREMA-D
+      labels: voted
+      emotions: [neutral, happy, sad, anger]
+      test_folds: [5]
+      features: {normalise: group, seconds: 3.0}
+
+    raydfl data info jobs/tiny.yaml data='{name: crema_d, root: PATH/TO/CREMA-D, test_folds: [5]}'
 """
 
 from __future__ import annotations

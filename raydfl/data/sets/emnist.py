@@ -1,6 +1,8 @@
 """EMNIST (G. Cohen, S. Afshar, J. Tapson, A. van Schaik, arXiv:1702.05373): digits and letters, in MNIST's format.
 
 The published images are transposed: rows are columns. raydfl keeps them transposed, like torchvision.
+
+The whole set was not available: the reader is tested on small files in this layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Berlin Database of Emotional Speech (EmoDB; F. Burkhardt and others, Interspeech 2005): acted German speech, ten speakers."""
+"""Berlin Database of Emotional Speech (EmoDB; F. Burkhardt and others, Interspeech 2005): acted German speech, ten speakers.
+
+Groups are text: write ``"03"`` in quotes, because YAML reads 03 as the number 3.
+
+    raydfl data info jobs/tiny.yaml data='{name: emodb, root: PATH/TO/emodb, split: {test: {by: group, values: ["03", "08"]}}}'
+"""
 
 from __future__ import annotations
 

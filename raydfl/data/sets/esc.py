@@ -1,8 +1,12 @@
-"""ESC-50 and ESC-10 (K. Piczak, ACM Multimedia 2015): environmental sounds of 5 s in five folds, in both published layouts.
+r"""ESC-50 and ESC-10 (K. Piczak, ACM Multimedia 2015): environmental sounds of 5 s in five folds, in both published layouts.
 
 ESC-50 consists of ``meta/esc50.csv`` and ``audio/*.wav``, and includes ESC-10 (``esc10_only``). The earlier, separate ESC-10 has
 the layout ``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Clips have no owner (group is null): partition by label or by
 recording.
+
+    raydfl data info jobs/tiny.yaml \
+      data='{name: esc, root: PATH/TO/ESC-10, test_folds: [4],
+            partition: {by: dirichlet, column: recording, clients: 4, alpha: 0.5}}'
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Fashion-MNIST (H. Xiao, K. Rasul, R. Vollgraf, arXiv:1708.07747): grey images of clothes, in MNIST's layout."""
+"""Fashion-MNIST (H. Xiao, K. Rasul, R. Vollgraf, arXiv:1708.07747): grey images of clothes, in MNIST's layout.
+
+The whole set was not available: the reader is tested on small files in this layout.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
 """Free Spoken Digit Dataset (Z. Jackson and others): ten digits, six speakers, 50 takes of each.
 
 The published split: takes 0 to 4 of each speaker and digit are the test set.
+
+To get it: ``git clone https://github.com/Jakobovski/free-spoken-digit-dataset PATH/TO/fsdd``.
+
+    data:
+      name: fsdd
+      root: PATH/TO/fsdd
+      features: {sample_rate: 8000, seconds: 1.0}
+      partition: {by: group, shards: 10}
+
+    raydfl data info jobs/tiny.yaml data='{name: fsdd, root: PATH/TO/fsdd, partition: {shards: 10}}'
 """
 
 from __future__ import annotations

@@ -3,6 +3,15 @@
 The label is the majority vote of the raters (``dialog/EmoEvaluation``). Turns without a majority (``xxx``) are left out. By
 default the set has the four classes of FedAudio and FedMLAC (neutral, happy including excited, sad, angry) and leaves out all
 remaining turns. ``improvised=true`` reads only improvised dialogues, as in both papers.
+
+The set is available on request only: the reader is tested on generated files in this layout.
+
+    data:
+      name: iemocap
+      root: IEMOCAP_full_release
+      improvised: true
+      test_sessions: [5]
+      features: {normalise: group, seconds: 5.0}
 """
 
 from __future__ import annotations

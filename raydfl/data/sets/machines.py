@@ -24,6 +24,8 @@ Both keep the frames of a clip and change their order, apart from frames that ov
 the changed strokes over the machine's power: 0 changes the whole clip, lower values a part, at least five successive strokes.
 
 All training clips are normal. Anomalous clips are in the test set, and in the optional validation set.
+
+    raydfl data info jobs/tiny.yaml data='{name: machines, ids: 3, split: {test: null, client_test: {by: split, values: [test]}}}'
 """
 
 from __future__ import annotations

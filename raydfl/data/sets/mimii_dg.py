@@ -3,6 +3,8 @@
 Layout of DCASE 2022 task 2: ``{machine}/train`` and ``test`` with
 ``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. The lists ``attributes_{nn}.csv`` repeat the names of the
 files and are not read.
+
+No sample was available: the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations

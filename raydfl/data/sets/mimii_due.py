@@ -2,6 +2,8 @@
 
 Layout of DCASE 2021 task 2, including its toy car and toy train: ``{machine}/train``, ``source_test`` and ``target_test`` with
 ``section_{nn}_{domain}_{split}_{condition}_{nnnn}[_{attributes}].wav``. Test files have no attributes.
+
+No sample was available: the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations

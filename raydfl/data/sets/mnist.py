@@ -1,8 +1,12 @@
-"""MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
+r"""MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
 
 Layout: idx files of grey images and of labels, a pair for training and a pair for the test. Either pair may be missing. An idx file
 is often compressed with gzip. It consists of two zero bytes, a byte for the type (8: unsigned bytes) and a byte for the number of
 dimensions, the dimensions as 32-bit integers (big-endian), and the values.
+
+    raydfl data info jobs/tiny.yaml models.model=cnn_small \
+      data='{name: mnist, root: PATH/TO/notmnist, names: [A, B, C, D, E, F, G, H, I, J],
+      features: {kind: image, size: 28}, split: {test: {by: clip, fraction: 0.1}}, partition: {by: iid, clients: 10}}'
 """
 
 from __future__ import annotations

@@ -8,6 +8,20 @@ The two views have one event in common, so they are correlated given the class. 
 n is white Gaussian noise, T60 the reverberation time (decay by 60 dB), and DRR the direct-to-reverberant ratio in dB. Each clip has
 its own n. Polack's model of late reverberation (1988); early reflections and the room's colour are neglected. White noise of the
 microphone is added after the room.
+
+With ``t60: 0`` and ``snr_db: null`` both views are equal. The job jobs/modality_mirror/near_and_far.yaml trains ModalityMirror
+and its baselines on this set.
+
+    data:
+      name: near_and_far
+      root: PATH/TO/fsdd
+      first: far
+      features: {sample_rate: 8000, seconds: 1.0}
+      views: {near: {column: near, features: {sample_rate: 8000, seconds: 1.0}}}
+      missing: {near: 0.3}
+      partition: {by: dirichlet, clients: 20, alpha: 0.5}
+    models: {model: crnn_tiny, near: {name: crnn_tiny, view: near}}
+    method: multifl
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""RAVDESS (S. Livingstone and F. Russo, PLoS ONE 2018): acted emotional speech and song of 24 actors, the audio-only files."""
+"""RAVDESS (S. Livingstone and F. Russo, PLoS ONE 2018): acted emotional speech and song of 24 actors, the audio-only files.
+
+data: {name: ravdess, root: PATH/TO/RAVDESS, split: {test: {by: statement, values: [2]}}}
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Layout: a MATLAB file for training and a file for the test. Either may be missing. ``extra_32x32.mat`` is not read. In the files,
 the class of the digit 0 is 10.
+
+The whole set was not available: the reader is tested on small files in this layout.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Layout: ``{machine}/case{n}/{NormalSound,AnomalousSound}_IND/{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav``. A
 case is a toy with its own parts. Long recordings (``_CNT``) and environmental noise are not listed. The set has no split.
+
+No sample was available: the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations

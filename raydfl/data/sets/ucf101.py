@@ -4,6 +4,19 @@ K. Soomro, A. R. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes 
 
 Layout: ``UCF-101/{class}/v_{class}_g{group}_c{number}.avi`` and the lists ``ucfTrainTestlist/{trainlist,testlist}0{1,2,3}.txt``.
 The 50 actions that UCF101 took from UCF50 have no sound.
+
+With lists, a video on neither list is an error, and missing videos of the lists are ignored. The reader is tested on small trees
+in this layout, and decoding on two videos without sound. Nothing was trained on the set.
+
+    data:
+      name: ucf101
+      root: UCF101
+      features: {kind: kaldi, seconds: 5.0, frames: 512}
+      views: {video: {column: path, features: {kind: image, size: 224, channels: 3, resize: true}}}
+      unreadable: skip # a video of these classes may still be silent
+      partition: {by: dirichlet, clients: 100, alpha: 0.1, minimum: 5}
+    method: multifl
+    models: {audio: crnn_lite, video: {name: cnn_small, view: video}}
 """
 
 from __future__ import annotations

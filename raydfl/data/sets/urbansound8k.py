@@ -3,6 +3,15 @@
 Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep the
 slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s (``shortest_seconds=0.1``) and hold out one
 fold at a time.
+
+    data:
+      name: urbansound8k
+      root: PATH/TO/UrbanSound8K
+      test_folds: [2]
+      shortest_seconds: 0.1
+      features: {bands: 128, window_ms: 64, fft: 1024}
+      segment: {frames: 300, stride: 50, test_stride: 100, keep_last: false}
+      partition: {by: dirichlet, column: recording, clients: 50, alpha: 0.5, minimum: 5}
 """
 
 from __future__ import annotations

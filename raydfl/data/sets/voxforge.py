@@ -4,6 +4,8 @@ Layout of the mirrors: ``{language}/Trunk/Audio/Main/16kHz_16bit/{speaker}-{date
 folder for each submission. The folders between language and submission are arbitrary. If ``test_split.txt`` exists, its files are
 the test set and all remaining files are for training (FedSTAR's list has 30,397 files of six languages). Without this list, the
 set has no split.
+
+No sample was available: the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations
