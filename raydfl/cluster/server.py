@@ -299,7 +299,10 @@ class RemoteServer:
         self._actor: Any = (take_server() if self._lend else None) or ray.remote(ServerActor).options(
             **options
         ).remote()
-        self._lost = 0
+        self._timeout = config.ray.ready_timeout
+        self._lost_since: float | None = None
+        """Time of the first failed call since the last answer (time.monotonic)."""
+        self._has_told = False
 
     def _get(self, reference: Any) -> Any:
         """Return the result of a call to the server, or raise its error.
@@ -311,7 +314,9 @@ class RemoteServer:
             self._watch.report_changes()
         self._watch.report_changes()
         try:
-            return ray.get(reference)
+            answer = ray.get(reference)
+            self._lost_since = None
+            return answer
         except RayTaskError as error:  # Before LOST: an error about a lost actor inside the server has both types.
             self._failed = True
             raise unwrap_error(error) from error
@@ -361,18 +366,22 @@ class RemoteServer:
             return None
 
     def _note_loss(self, error: Exception) -> None:
-        self._lost += 1
+        now = time.monotonic()
+        self._lost_since = self._lost_since or now
         if getattr(error, "actor_init_failed", False):
             raise ResourcesError(
                 f"the server actor cannot start: {explain_end(error)}. Check that every node has the same raydfl and the modules "
                 f"of the run."
             ) from error
-        if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
+        if (
+            now > self._lost_since + self._timeout or "ActorDied" in type(error).__name__
+        ):  # A busy node restarts it late.
             raise ResourcesError(
                 f"the server actor was lost and could not be restarted: {type(error).__name__}: {explain_end(error)}. Check the "
                 f"node's memory, then resume the run."
             ) from error
-        if self._lost == 1:
+        if not self._has_told:
+            self._has_told = True
             self._tell("The server was lost. It restarts from the last commit.")
         time.sleep(0.5)
 
