@@ -232,14 +232,14 @@ class ActorPool:
                 self._failed_starts = 0
 
     def _start_elsewhere(self, key: Any, failed: BaseException) -> None:
-        """Replace an actor that could not open the run.
+        """Replace an actor after it failed to open the run.
 
         Raises:
             BaseException: ``failed``, if no other node can help.
         """
         if self._nodes is None or not isinstance(failed, RaydflError):
             raise failed
-        with contextlib.suppress(*LOST):  # Otherwise the node has just left, and a new actor may start on any node.
+        with contextlib.suppress(*LOST):  # After a loss of the node, a new actor may start on any node.
             node: Any = ray.get(self._slots[key].actor.locate.remote())
             if not self._nodes.allow_retry(node, failed):
                 raise failed

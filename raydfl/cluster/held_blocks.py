@@ -1,4 +1,4 @@
-"""HeldBlocks: the blocks of a round whose updates an actor keeps, for passes over these updates."""
+"""HeldBlocks: the blocks of a round with updates in an actor, for passes over the updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeldBlocks:
 
         Args:
             blocks: Blocks of all orders, in increasing order.
-            is_pass: Whether the orders visit updates of the last training. Otherwise these updates are forgotten.
+            is_pass: Whether the orders visit updates of the last training. Otherwise the updates are dropped.
         """
         if not is_pass:
             self.holders = {}
@@ -55,7 +55,7 @@ class HeldBlocks:
 
         Args:
             slots: Present slots by key.
-            lose: Receives the blocks of a lost actor, which any actor can train again.
+            lose: Receives the blocks of a lost actor. Any actor can train them again.
 
         Yields:
             Key and slot of an actor, and the blocks of a call to it. The caller adds the call to ``slot.load``.

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: which of them can hold client actors, and messages about joining and leaving nodes."""
+"""The nodes of a cluster: nodes for client actors, and messages about joining and leaving nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class SuitableNodes:
-    """The nodes that can hold the client actors of a run, and the location of the run's files for them.
+    """The suitable nodes for the client actors of a run, and the location of the run's files.
 
     Args:
         files: Location of the run's files.
-        run_dir: Folder of the run on this node.
+        run_dir: Folder of the run on the server's node.
     """
 
     def __init__(self, files: RunFiles, run_dir: Path) -> None:
@@ -31,8 +31,8 @@ class SuitableNodes:
     def allow_retry(self, node: str, error: RaydflError) -> bool:
         """Return whether another actor may start after an actor failed to open the run on its node.
 
-        Upload the run's files for the first node without them. Exclude a node that joined after the start of the run and fails
-        for another reason, such as another version of raydfl. The error of a node of the start ends the run.
+        Upload the run's files for the first node without a copy. Exclude a node with a further problem, such as an old version of
+        raydfl, if it joined after the start of the run. The error of a node of the start ends the run.
 
         Args:
             node: Id of the actor's node.
@@ -47,7 +47,7 @@ class SuitableNodes:
         if node in self.files.nodes or node in self.excluded:
             return False
         self.excluded[node] = str(error)
-        logger.warning("A node that joined is not used: %s", error)
+        logger.warning("A new node is not used: %s", error)
         return True
 
 

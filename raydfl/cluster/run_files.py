@@ -1,8 +1,8 @@
 """Files of a run on the nodes of a cluster: in a folder that a node sees, or copied from a URI.
 
 The driver writes a random token to the run's folder. A node sees the folder if it reads the same token there. With a URI as
-``run.dir``, the other nodes copy the population and the features to their own caches, once per node. The driver uploads them if
-one of the first nodes needs a copy, the server later for a node that joins.
+``run.dir``, the remaining nodes copy the population and the features to their caches, once per node. The driver uploads the files
+if a node needs a copy at the start, and the server if a later node does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WAIT = 60.0
 
 
 class BlindNodeError(ResourcesError):
-    """A node does not see the run's folder, and there is no copy at a URI."""
+    """A node sees neither the run's folder nor a copy at a URI."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def test_a_node_that_joins_and_cannot_open_the_run_is_not_used(
     cluster.at(6.0, lambda: cluster.join("old", 1, broken=ResourcesError("node old: raydfl 0.0 instead of 0.1")))
     cluster.at(20.0, lambda: cluster.join("c", 1))
     carry_out(pool, [1.0] * 100)
-    assert caplog.messages == ["A node that joined is not used: node old: raydfl 0.0 instead of 0.1"]
+    assert caplog.messages == ["A new node is not used: node old: raydfl 0.0 instead of 0.1"]
     assert [actor.node.name for actor in cluster.actors if actor.node] == ["a", "b", "old", "c"]
     cluster.leave("a")
     cluster.leave("c")

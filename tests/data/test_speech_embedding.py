@@ -26,7 +26,7 @@ SETTINGS = SpeechEmbeddingFeatures(kind="speech_embedding")
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Forget the files that were found."""
+    """Clear the cache of found files."""
     find_networks.cache_clear()
     yield
     find_networks.cache_clear()
@@ -34,7 +34,7 @@ def fresh() -> Iterator[None]:
 
 @needs_package
 @pytest.mark.parametrize("samples", [1, 1_279, 8_000, 16_000, 40_001])
-def test_frames_equal_those_of_openwakeword(samples: int) -> None:
+def test_frames_equal_openwakeword(samples: int) -> None:
     wave = np.random.default_rng(samples).integers(-9_000, 9_000, samples).astype(np.int16)
     from openwakeword.utils import AudioFeatures
 
@@ -70,7 +70,7 @@ def test_a_missing_package_and_other_files_are_reported(tmp_path: Path, monkeypa
         importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     )
     with pytest.raises(
-        ConfigError, match=r"melspectrogram.onnx is missing or differs from that of openwakeword 0.1 to 0.4"
+        ConfigError, match=r"melspectrogram.onnx is missing or differs from the file of openwakeword 0.1 to 0.4"
     ):
         find_networks()
 

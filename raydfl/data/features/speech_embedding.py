@@ -1,12 +1,12 @@
-"""Google's speech embedding: a small pretrained encoder of speech that pip installs.
+"""Google's speech embedding: a small pretrained encoder of speech, from a package.
 
 J. Lin, K. Kilgour, D. Roblek, M. Sharifi, Training Keyword Spotters with Limited and Synthesized Speech Data, ICASSP 2020. The
-network (330,000 weights) was trained to tell 5,000 words and phrases apart in 200 million clips of 2 s. It maps 760 ms of sound to
-96 values. A small head on these values learns words from few clips, also of speakers that it has not heard.
+network (330,000 weights) was trained on 5,000 words and phrases in 200 million clips of 2 s. It maps 760 ms of sound to 96 values.
+A small head on the values learns words from few clips, and recognises words of new speakers.
 
 The package openwakeword (versions 0.1 to 0.4) contains the network and its mel spectrogram as ONNX files of 1.3 and 1.1 MB. Only
-these two files are used, and their content is checked. The package and both networks have the Apache-2.0 licence. Its models of
-single wake words have another one (CC BY-NC-SA 4.0), and are not used.
+the two files are used, and their content is checked. The package and both networks have the Apache-2.0 licence. The package's
+models of wake words (CC BY-NC-SA 4.0) are not used.
 
 A clip gets 400 ms of silence on both sides, and a frame every 80 ms:
 
@@ -111,7 +111,7 @@ def find_networks() -> dict[str, Path]:
     for name, path in files.items():
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != _CONTENT[name]:
             raise ConfigError(
-                f"data.features: {path} is missing or differs from that of openwakeword 0.1 to 0.4, whose values all runs share. "
+                f"data.features: {path} is missing or differs from the file of openwakeword 0.1 to 0.4. All runs use it. "
                 f"{_INSTALL}"
             )
     return files

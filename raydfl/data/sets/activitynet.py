@@ -3,11 +3,9 @@
 F. Caba Heilbron, V. Escorcia, B. Ghanem, J. C. Niebles, ActivityNet: A Large-Scale Video Benchmark for Human Activity
 Understanding, CVPR 2015.
 
-Layout: ``activity_net.v1-3.min.json`` and, at any depth, videos ``v_{id}.mp4`` (or other endings of videos). The published
-validation set is raydfl's test set, because the labels of the published test set are not public. Its videos are left out.
-
-Missing videos are ignored. The reader is tested on small trees in this layout, and decoding on a single video. Nothing was trained
-on the set.
+The published validation set is raydfl's test set, because the labels of the published test set are not public. Its videos are
+left out, and missing videos are ignored. Only the loader was tested, on small trees in this layout and on one video. The
+complete job is ``jobs/modality_mirror/activitynet.yaml``; docs/views.md#videos explains videos.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ _SPLIT_OF = {"training": "train", "validation": "test"}
 
 @dataclass(frozen=True, kw_only=True)
 class ActivityNet(FileDataset):
-    """Videos of human activities. A group is a video.
+    """Videos of human activities.
 
-    Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole video).
+    Groups are videos. Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole video).
     """
 
     card: ClassVar[Card] = Card(

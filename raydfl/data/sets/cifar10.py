@@ -1,10 +1,8 @@
 """CIFAR-10 (A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009), the version for Python: small photographs.
 
-Layout: five pickles of 10,000 images each for training, and a pickle for the test. Either split may be missing. Pickles are read
-without executing code in them.
-
-A pickle with anything but arrays and plain values is rejected. The whole set was not available: the reader is tested on small files
-in this layout.
+Colour images of 32 x 32: 50,000 for training and 10,000 for the test, the official split. Either part may be missing; the set
+then has no split. The files are pickles. They are read without executing code in them, and pickles with anything but arrays and
+plain values are rejected. The reader is tested on small files in this layout, not on the whole set.
 """
 
 from __future__ import annotations
@@ -25,7 +23,10 @@ _PLANES, _SIDE = 3, 32
 
 
 class CIFAR10(ArraySet):
-    """Photographs of animals and vehicles, without owners."""
+    """Photographs of animals and vehicles, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="CIFAR-10",

@@ -1,8 +1,10 @@
 """Cuts of the toolkit Lhotse, read without it: JSON lines, each a segment of a recording with its annotations (``CutSet.to_file``).
 
-Supported are ``MonoCut`` cuts of recordings in files. The samples equal Lhotse's: ``start`` and ``duration`` are rounded to
-samples, halves up. Cuts that Lhotse would compute or fetch raise an error: mixed cuts and padding, several channels, features
-without a recording, transforms (speed, resampling), and sources of the types command, URL or bytes.
+The lists may be compressed with gzip. The samples equal Lhotse's: ``start`` and ``duration`` are rounded to samples, halves up.
+Classes and owners come from the supervision of a cut or its ``custom``. Several supervisions of a cut must agree on both.
+Supported are ``MonoCut`` cuts of recordings in files. Cuts that Lhotse would compute or fetch raise an error: mixed cuts and
+padding, several channels, features without a recording, transforms (speed, resampling), and sources of the types command, URL
+or bytes.
 """
 
 from __future__ import annotations

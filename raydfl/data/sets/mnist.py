@@ -1,12 +1,13 @@
-r"""MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
+"""MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
 
-Layout: idx files of grey images and of labels, a pair for training and a pair for the test. Either pair may be missing. An idx file
-is often compressed with gzip. It consists of two zero bytes, a byte for the type (8: unsigned bytes) and a byte for the number of
-dimensions, the dimensions as 32-bit integers (big-endian), and the values.
+Grey images of 28 x 28, in idx files of images and of labels: a pair for training and a pair for the test, the official split.
+Either pair may be missing; the set then has no split. An idx file is often compressed with gzip. It consists of two zero bytes,
+a byte for the type (8: unsigned bytes) and a byte for the number of dimensions, the dimensions as 32-bit integers (big-endian),
+and the values. docs/views.md has an example with MNIST. For notMNIST:
 
-    raydfl data info jobs/tiny.yaml models.model=cnn_small \
-      data='{name: mnist, root: PATH/TO/notmnist, names: [A, B, C, D, E, F, G, H, I, J],
-      features: {kind: image, size: 28}, split: {test: {by: clip, fraction: 0.1}}, partition: {by: iid, clients: 10}}'
+    raydfl data info jobs/tiny.yaml models.model=cnn_small data='{name: mnist, root: PATH/TO/notmnist,
+      names: [A, B, C, D, E, F, G, H, I, J], features: {kind: image, size: 28},
+      split: {test: {by: clip, fraction: 0.1}}, partition: {by: iid, clients: 10}}'
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _UNSIGNED_BYTES = 8
 
 
 class MNIST(ArraySet):
-    """Images of handwritten digits, without owners."""
+    """Images of handwritten digits, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="MNIST",

@@ -9,8 +9,9 @@ n is white Gaussian noise, T60 the reverberation time (decay by 60 dB), and DRR 
 its own n. Polack's model of late reverberation (1988); early reflections and the room's colour are neglected. White noise of the
 microphone is added after the room.
 
-With ``t60: 0`` and ``snr_db: null`` both views are equal. The job jobs/modality_mirror/near_and_far.yaml trains ModalityMirror
-and its baselines on this set.
+Training and test clips have the same kind of room. With ``t60: 0`` and ``snr_db: null`` both views are equal. The job
+``jobs/modality_mirror/near_and_far.yaml`` trains ModalityMirror and its baselines on this set
+(docs/modality_mirror.md#two-microphones-of-one-event). docs/views.md explains views.
 
     data:
       name: near_and_far
@@ -48,7 +49,10 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class NearAndFar(FSDD):
-    """Spoken digits by a near and a far microphone. A group is a speaker."""
+    """Spoken digits by a near and a far microphone.
+
+    Groups are speakers. Extra columns: ``take``, ``near`` and ``far``.
+    """
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset by a near and a far microphone",

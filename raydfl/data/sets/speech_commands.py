@@ -1,4 +1,4 @@
-r"""Speech Commands v0.01 and v0.02 (P. Warden, arXiv:1804.03209), and the archive with the 12-class test set.
+"""Speech Commands v0.01 and v0.02 (P. Warden, arXiv:1804.03209), and the archive with the 12-class test set.
 
 The published split is in ``validation_list.txt`` and ``testing_list.txt``; unlisted clips are for training. Listed clips may be
 missing in the folder. A clip's group is the hash of its speaker.
@@ -8,8 +8,8 @@ With ``task="keywords"`` the classes are ten words, ``_unknown_`` (all remaining
 and the rest for training. Without this folder the set has no silence. The protocol's test set is a separate archive. Set
 ``test_root`` to its folder to replace the clips of the testing list.
 
-Silence has no speaker. To split or partition by group, deal it to the speakers with ``ungrouped: deal``, or leave it out with
-``leave_out: [_silence_]``.
+Silence has no speaker. To split or partition a set with silence by group, deal it to the speakers with ``ungrouped: deal``, or
+leave it out with ``leave_out: [_silence_]`` (docs/data.md#which-clips).
 
     data:
       name: speech_commands
@@ -17,11 +17,10 @@ Silence has no speaker. To split or partition by group, deal it to the speakers 
       partition: {by: group, minimum: 2, smaller: drop}
       split: {official_validation: drop}
 
-    raydfl data info jobs/tiny.yaml \
-      data='{name: speech_commands, root: PATH/TO/speech_commands_v0.01, partition: {minimum: 2, smaller: drop}}'
-    raydfl data info jobs/tiny.yaml \
-      data='{name: speech_commands, root: PATH/TO/speech_commands_test_set_v0.02, ungrouped: deal,
-             split: {test: {by: group, fraction: 0.2}}}'
+The test archive as a set of its own:
+
+    raydfl data info jobs/tiny.yaml data='{name: speech_commands, root: PATH/TO/speech_commands_test_set_v0.02,
+      ungrouped: deal, split: {test: {by: group, fraction: 0.2}}}'
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A small set with two views. Test recordings get the first images of their digit,
 MNIST has too few images, training recordings share images, but never with test recordings. Noise in either view, in training and
 test alike, controls how much the views can learn from each other.
 
+A single pair of MNIST's files is sufficient. docs/views.md explains views.
+
     data:
       name: spoken_and_written
       root: PATH/TO/fsdd
@@ -41,7 +43,10 @@ _WHITE = 255
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenAndWritten(FSDD):
-    """Spoken digits with images of the digits. A group is a speaker."""
+    """Spoken digits with images of the digits.
+
+    Groups are speakers. Extra columns: ``take``, ``image`` and ``image_number``.
+    """
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset with images of MNIST",

@@ -1,9 +1,8 @@
 """SVHN (Y. Netzer et al., Reading Digits in Natural Images, NIPS workshop 2011), format 2: digits of house numbers.
 
-Layout: a MATLAB file for training and a file for the test. Either may be missing. ``extra_32x32.mat`` is not read. In the files,
-the class of the digit 0 is 10.
-
-The whole set was not available: the reader is tested on small files in this layout.
+Colour images of 32 x 32: 73,257 for training and 26,032 for the test, the official split. Either file may be missing; the set
+then has no split. ``extra_32x32.mat`` is not read. In the files, the class of the digit 0 is 10. The reader is tested on small
+files in this layout, not on the whole set.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ _SIZE = (32, 32, 3)
 
 
 class SVHN(ArraySet):
-    """Images of the digits of house numbers, without owners."""
+    """Images of the digits of house numbers, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="Street View House Numbers",

@@ -1,8 +1,7 @@
 """UrbanSound8K (J. Salamon and others, ACM Multimedia 2014): urban sounds of at most 4 s in ten folds.
 
-Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep the
-slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s (``shortest_seconds=0.1``) and hold out one
-fold at a time.
+Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep
+the slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s and hold out one fold at a time:
 
     data:
       name: urbansound8k
@@ -41,7 +40,8 @@ _CLASSES = (
 class UrbanSound8K(FileDataset):
     """Urban sounds, ten classes.
 
-    Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id). The official protocol is cross-validation over the folds.
+    Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id). The set has no official split; the official protocol
+    is cross-validation over the folds.
     """
 
     card: ClassVar[Card] = Card(

@@ -1,9 +1,19 @@
 """Shards of the library ``webdataset``, read without it: tar archives with the files of each sample in sequence.
 
 The sample of a file is its path up to the first dot of the file's name, and the field is the rest: ``dog/0001.wav``,
-``dog/0001.cls`` and ``dog/0001.left.wav`` are the fields ``wav``, ``cls`` and ``left.wav`` of the sample ``dog/0001``. Recordings
-stay in the archive: a clip's path is an address in it (:mod:`raydfl.data.packed`). The library itself reads archives as streams,
-without the addresses of files.
+``dog/0001.cls`` and ``dog/0001.left.wav`` are the fields ``wav``, ``cls`` and ``left.wav`` of the sample ``dog/0001``.
+Recordings stay in the archive: a clip's path is an address in it (docs/data.md#recordings-in-larger-files). The library itself
+reads archives as streams, without the addresses of files. Fields:
+
+    wav, flac, mp3, opus, ogg ...   the recording; a sample with several (left.wav, right.wav) needs audio_field
+    cls                             the class, as text or as a number; names maps numbers to names
+    json                            an object; text, numbers, booleans and lists of these (joined by |) are columns
+    txt, further text               a column with the field's name
+    further recordings, images      a column with the field's name, for data.views
+
+A sample without a class is unlabelled. Samples are in the order of the shards. Compressed archives are rejected, because
+reading a sample would require decompressing everything before it. A label or a recording must not be a link either: pack with
+``tar --dereference --hard-dereference``.
 """
 
 from __future__ import annotations
@@ -39,9 +49,7 @@ _MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
 class WebDataset(PackedSet):
     """Shards of recordings.
 
-    Extra columns: all fields of text, the values of the field json (text, numbers, booleans), and the addresses of further
-    recordings or images, for ``data.views``. A clip's id is the shard's path below the root and the recording's name in the shard:
-    ``train-000000.tar/dog/0001.wav``.
+    A clip's id is the shard's path below the root and the recording's name in the shard: ``train-000000.tar/dog/0001.wav``.
     """
 
     card: ClassVar[Card] = Card(

@@ -15,6 +15,7 @@ from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.groups import show_groups
 from raydfl.runs.report.machines import show_machines, show_top_clips
+from raydfl.runs.report.mistakes import show_mistakes
 from raydfl.runs.report.models import show_models
 from raydfl.runs.report.omissions import show_aggregation, show_incidents, show_skipped
 from raydfl.runs.report.page import Section, format_value, render_page
@@ -50,7 +51,16 @@ _WITH_FIGURES: tuple[Callable[[RunRecord], Section], ...] = (
     *(show_learning, show_results, show_clients, show_groups, show_machines, show_top_clips, show_confusions),
     *(show_aggregation, show_cost),
 )
-_SECTIONS = (show_verdict, *_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
+_SECTIONS = (
+    show_verdict,
+    *_WITH_FIGURES,
+    show_mistakes,
+    show_traffic,
+    show_skipped,
+    show_incidents,
+    show_models,
+    show_settings,
+)
 """Sections of a report, in order."""
 
 
