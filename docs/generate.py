@@ -35,7 +35,7 @@ from raydfl.runs.report import PlateauSettings
 _CELLS = re.compile(r"(?<!\\)\|")
 _OPTIONS = re.compile(r"<!-- options(?:: (?P<links>.+))? -->")
 _SECTIONS = re.compile(r"<!-- (?:sections: (?P<level>#+)|table:) (?P<kind>[\w ]+) -->")
-_PAGE = re.compile(r"docs/([\w-]+)\.md(?:#[\w.-]+)?")
+_PAGE = re.compile(r"docs/([\w-]+)\.md(?:#[\w-]+(?:\.[\w-]+)*)?")
 _INDENT = "    "
 
 
