@@ -10,6 +10,7 @@ A process keeps its idle helpers for the next call. A helper ends after 10 s wit
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -21,7 +22,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -81,7 +82,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def map_isolated(
     function: Callable[[Any], Any], items: Sequence[Any], places: Sequence[str], seconds: int = SECONDS
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Call a function for each item in a helper process, and yield its result or its error.
 
     The helper works ahead of the consumer by up to 1 MiB of results. After a crash, a new helper continues with the next item.
@@ -123,7 +124,7 @@ def map_isolated(
 def reading(place: str | os.PathLike[str], problem: str = "cannot be read", remedy: str = "") -> Iterator[None]:
     """Name a file in the errors of its reader. Every exception becomes a DataError ``place: problem: reason. remedy``.
 
-    In a helper, it also names the file of a crash, and restarts the time limit.
+    In a helper, it also names the file of a crash, and restarts the time limit. Inner calls only name the place of exceptions.
 
     Args:
         place: the file, optionally with a row or a member.
@@ -133,10 +134,10 @@ def reading(place: str | os.PathLike[str], problem: str = "cannot be read", reme
     Raises:
         DataError: the body raised an exception.
     """
-    if _service is not None:
-        _service.note(os.fspath(place))
+    note = contextlib.nullcontext() if _service is None else _service.note(os.fspath(place))
     try:
-        yield
+        with note:
+            yield
     except RaydflError:
         raise
     except Exception as error:
@@ -151,7 +152,9 @@ def explain_failure(error: Exception) -> str:
         return f"it needs more memory than the limit{limit}. If the file is small, it is damaged: copy it again"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) or type(error).__name__
+    if isinstance(error, LookupError | TypeError | AttributeError):  # Their messages alone are often a bare name.
+        return f"{type(error).__name__}: {error!s:.500}"
+    return f"{error!s:.500}" or type(error).__name__
 
 
 class _EndedError(Exception):
@@ -262,7 +265,14 @@ def _forget_helpers() -> None:
         _idle.pop().abandon()
 
 
+def _end_helpers() -> None:
+    """End the idle helpers, at the end of this process."""
+    while _idle:
+        _idle.pop().end()
+
+
 os.register_at_fork(after_in_child=_forget_helpers)
+atexit.register(_end_helpers)
 
 
 class _Service:
@@ -275,7 +285,7 @@ class _Service:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it, and closes the pipe.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # It also ends code that ignores Python's signals.
         self.memory = 0
-        self._seconds = 0
+        self._depth, self._seconds = 0, 0
 
     def run(self) -> None:
         """Answer requests until the parent closes the pipe, or sends none for some time."""
@@ -290,6 +300,7 @@ class _Service:
             function, items, places, self._seconds = pickle.loads(work)  # noqa: S301  (The parent wrote it.)
             self._limit_memory()
             for item, place in zip(items, places, strict=True):
+                self._depth = 0
                 signal.alarm(self._seconds)
                 result = _try(function, item, place)
                 signal.alarm(0)  # The parent may be slow.
@@ -299,11 +310,18 @@ class _Service:
                     _write(DataError(f"{place}: {error}"), self._answers)
                 self._answers.flush()  # A crash at the next item must not lose this result.
 
-    def note(self, place: str) -> None:
-        """Tell the parent the file of a crash, and restart the time limit."""
-        _write_header({"place": place}, self._answers)
-        self._answers.flush()
-        signal.alarm(self._seconds)
+    @contextlib.contextmanager
+    def note(self, place: str) -> Iterator[None]:
+        """Tell the parent the file of a crash, and restart the time limit, unless the parent knows a file already."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                _write_header({"place": place}, self._answers)
+                self._answers.flush()
+                signal.alarm(self._seconds)
+            yield
+        finally:
+            self._depth -= 1
 
     def _limit_memory(self) -> None:
         """Limit the memory to half of the free memory, once."""

@@ -181,5 +181,5 @@ def test_activitynet_lists_segments_or_whole_videos(tmp_path: Path) -> None:
     result = " ".join(describe_data(DataSettings(name="activitynet", root=tmp_path, unseen="keep"), 0, True))  # type: ignore[call-arg]
     assert re.search(r"clips +3\b", result), result
     (tmp_path / "activity_net.v1-3.min.json").write_text("{}")
-    with pytest.raises(DataError, match=r"min\.json cannot be read: KeyError"):
+    with pytest.raises(DataError, match=r"min\.json: cannot be read: KeyError"):
         dataset.manifest()
