@@ -9,6 +9,7 @@ __all__ = [
     "cuts",
     "errors",
     "files",
+    "isolation",
     "lazy",
     "lock",
     "memory",

@@ -16,6 +16,7 @@ import numpy as np
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, check_arrays, read_cached
 
@@ -51,17 +52,14 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read images, uint8 [images, 32, 32, 3], and labels, int64 [images]."""
     file = io.BytesIO(read_regular(path))
     try:
-        content = _Interpreter(file, encoding="bytes").load()
-        batch = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
+        with reading(path, "truncated, damaged, or not a pickle", "Download the file again"):
+            content = _Interpreter(file, encoding="bytes").load()
+            batch = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
     except _ForeignError as error:
         raise DataError(
             f"{path}: the pickle contains more than arrays, numbers and texts: {error}. It could run code. Download the file again "
             f"from the set's own page"
         ) from None
-    except Exception as error:  # damaged bytes raise errors of many types
-        raise DataError(
-            f"{path}: truncated, damaged, or not a pickle ({type(error).__name__}: {error!s:.200}). Download the file again"
-        ) from error
     for name in ("data", "labels"):
         if name not in batch:
             raise DataError(f"{path}: the batch has no {name!r}. Download the file again")
@@ -70,7 +68,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers  # stored by colour plane
 
 
-class _ForeignError(Exception):
+class _ForeignError(DataError):
     """The pickle contains more than arrays, containers, numbers and texts."""
 
 

@@ -31,6 +31,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
@@ -143,7 +144,7 @@ class Manifest(Dataset):
         return _format_segment(row.get("start"), row.get("stop"), row.get(CHANNEL)) or None
 
     def _read_table(self, file: Path) -> pa.Table:
-        try:
+        with reading(file, remedy=f"Expected {self.card.layout}"):
             if not file.is_file():
                 raise DataError(f"there is no list of recordings {file}. Expected {self.card.layout}")
             if file.suffix.lower() == ".parquet":
@@ -159,9 +160,6 @@ class Manifest(Dataset):
                     *_SEGMENT,
                 )
                 return read_csv(file, names)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or error
-            raise DataError(f"{file} cannot be read: {reason}. Expected {self.card.layout}") from error
         raise DataError(f"{file} is neither *.csv nor *.parquet. Expected {self.card.layout}")
 
     def _resolve_paths(self, values: list[object], file: Path, root: Path) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, read_cached
 from raydfl.data.sets._files import make_layout_error
@@ -73,10 +73,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 def _read(path: Path, dimensions: int) -> np.ndarray:
     content = read_regular(path)
     if content[:2] == b"\x1f\x8b":
-        try:
+        with reading(path, "the gzip file is truncated or damaged", "Download it again"):
             content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: the gzip file is truncated or damaged ({error}). Download it again") from error
     start = 4 + 4 * dimensions
     if len(content) < start:
         raise DataError(

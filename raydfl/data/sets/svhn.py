@@ -16,6 +16,7 @@ import scipy.io
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, check_arrays, read_cached
 
@@ -47,12 +48,8 @@ class SVHN(ArraySet):
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read images, uint8 [images, 32, 32, 3], and labels, int64 [images]."""
     file = io.BytesIO(read_regular(path))
-    try:
+    with reading(path, "truncated, damaged, or not a MATLAB file of version 4 to 7", "Download the file again"):
         content = scipy.io.loadmat(file, variable_names=["X", "y"])
-    except Exception as error:  # a damaged file raises errors of many types
-        raise DataError(
-            f"{path}: truncated, damaged, or not a MATLAB file of version 4 to 7 ({error}). Download the file again"
-        ) from error
     for name in ("X", "y"):
         if name not in content:
             raise DataError(f"{path}: the file has no {name!r} (X: images, y: labels). Download it again")

@@ -23,6 +23,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
@@ -60,12 +61,8 @@ class UrbanSound8K(FileDataset):
         rows: list[dict[str, Any]] = []
         labels = {str(number): label for number, label in enumerate(_CLASSES)}
         for number, row in enumerate(read_rows(root, _TABLE, _COLUMNS, self.card), start=2):
-            try:
+            with reading(f"{self.card.title}: line {number} of {root / _TABLE}", "it has no fold or no class"):
                 fold, label = int(row["fold"]), labels[row["classID"]]
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{self.card.title}: line {number} of {root / _TABLE} has no fold or no class: {error}"
-                ) from error
             clip, seconds = f"audio/fold{fold}/{row['slice_file_name']}", None
             # Some copies of the set are padded, so only the file has the duration. Reading the clip reports an unreadable file.
             with contextlib.suppress(DataError):

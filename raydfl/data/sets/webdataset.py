@@ -30,6 +30,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.images import IMAGE_SUFFIXES
@@ -153,13 +154,11 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _parse_text(field: str, content: bytes, where: str) -> dict[str, Any]:
     """Parse the value of a text, or the plain values of a JSON object, by column."""
-    try:
+    with reading(where, f"cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}"):
         text = content.decode("utf-8-sig")
         if field not in _JSON:
             return {field: text.strip()}
         values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{where} must be a JSON object, not {type(values).__name__}")
     return {key: value for key, value in values.items() if key not in ("clip", "path") and is_plain(value)}
