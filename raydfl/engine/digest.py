@@ -29,6 +29,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
         if key not in _FIRST_OF_DATA
     },
     ("attack",): None,
+    ("privacy",): None,
     ("objective", "average"): "probabilities",
     ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
@@ -175,6 +176,9 @@ def _drop_neutral(values: dict[str, Any], only: str = "") -> None:
             del group[key]
     _drop_neutral_of_pools(values["data"])
     _drop_null_others(values["data"]["split"])
+    clients = values.get("train", {}).get("clients")
+    if clients is not None and clients.get("draw") == "fixed":
+        del clients["draw"]
 
 
 def _drop_neutral_of_pools(data: dict[str, Any]) -> None:
