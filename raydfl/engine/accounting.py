@@ -117,7 +117,7 @@ def _start_search(mechanism: Mechanism, epsilon: float, rounds: int) -> float:
     low, high = 0.05, 1e4
     while high > 1.05 * low:
         middle = math.sqrt(low * high)
-        enough = _compute_renyi(mechanism, middle, rounds, range(2, 128)) <= epsilon
+        enough = _compute_renyi(mechanism, middle, rounds, range(2, 65)) <= epsilon
         low, high = (low, middle) if enough else (middle, high)
     return high
 

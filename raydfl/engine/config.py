@@ -64,9 +64,7 @@ class Config(Settings):
         None, description="Simulated attack: its name and its options. null: every client is honest."
     )
     train: TrainSettings = TrainSettings()
-    privacy: PrivacySettings | None = Field(
-        None, description="Differential privacy with the rule gaussian. null: the defaults of this group."
-    )
+    privacy: PrivacySettings = PrivacySettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     ray: RaySettings = RaySettings()
     run: RunSettings = RunSettings()
@@ -118,11 +116,6 @@ class Config(Settings):
     def phases(self) -> Phases:
         """The phases of the method with the first round of each."""
         return Phases.from_settings(type(self.components.method).phases, self.train, self.method["name"])
-
-    @property
-    def privacy_settings(self) -> PrivacySettings:
-        """The group ``privacy``, with its defaults if it is null."""
-        return PrivacySettings() if self.privacy is None else self.privacy
 
     def check_needs(self, pools: Mapping[str, Sequence[str]]) -> None:
         """Reject a configuration that does not meet the declared needs.

@@ -39,7 +39,7 @@ def plan_mechanism(config: Config, clients: int) -> Mechanism:
         ConfigError: The cohort exceeds the clients, no noise reaches the epsilon, or dp-accounting is missing.
     """
     check_library()
-    rule, settings = cast(Gaussian, config.components.rule), config.privacy_settings
+    rule, settings = cast(Gaussian, config.components.rule), config.privacy
     cohort, draw = config.train.cohort_size(clients), config.train.draw
     delta = float(max(clients, 2) ** -1.1) if settings.delta is None else settings.delta
     mechanism = Mechanism(clients, cohort, draw, rule.noise or 0.0, delta)
@@ -109,7 +109,7 @@ def prepare_privacy(config: Config, run_dir: Path, clients: int) -> dict[str, An
             f"method.rule.noise, or run.stop.epsilon"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    secret = config.privacy_settings.key == "secret"
+    secret = config.privacy.key == "secret"
     key = NoiseKey.create(run_dir).fingerprint if secret else None
     return {**dataclasses.asdict(mechanism), "neighbours": mechanism.neighbours, "key": key}
 
@@ -139,7 +139,7 @@ class PrivateRun:
         stored = read_about(run_dir).get("privacy")
         if stored is None:
             raise RunDirectoryError(f"{run_dir / 'run.json'} lacks the group privacy. Restore it from a copy")
-        mechanism, settings = read_mechanism(stored), config.privacy_settings
+        mechanism, settings = read_mechanism(stored), config.privacy
         secret = settings.key == "secret"
         key = NoiseKey.read(run_dir, stored["key"]) if secret else NoiseKey.from_seed(config.run.seed)
         limit = None if config.run.stop is None else config.run.stop.epsilon

@@ -38,7 +38,7 @@ class PrivacySettings(Settings):
 
 
 def check_privacy(
-    settings: PrivacySettings | None,
+    settings: PrivacySettings,
     components: Components,
     data: DataSettings,
     train: TrainSettings,
@@ -53,7 +53,7 @@ def check_privacy(
     rule, method = components.rule, components.method
     if not isinstance(rule, Gaussian):
         limit = "run.stop.epsilon" if run.stop is not None and run.stop.epsilon is not None else ""
-        if where := "privacy" if settings is not None else limit:
+        if where := "privacy" if settings != PrivacySettings() else limit:
             raise ConfigError(
                 f"{where}: rule {type(rule).__name__} gives no differential privacy. Set method.rule to "
                 f"{{name: gaussian, clip: ..., noise: ...}}, or remove {where}"
@@ -93,7 +93,7 @@ def check_privacy(
         raise ConfigError(
             "run.reference: reference runs train on the clients' data without noise. Set run.reference=null"
         )
-    if evaluate.clients != "none" and (settings is None or settings.metrics == "none"):
+    if evaluate.clients != "none" and settings.metrics == "none":
         raise ConfigError(
             f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, which rule gaussian does not protect. "
             f"Set evaluate.clients=none, or privacy.metrics=outside to record such metrics outside the guarantee"

@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.tensors import FlatTensors, Layout
@@ -94,8 +95,8 @@ class Gaussian(UniformMean):
         """
         if self.key not in tensors:
             raise ConfigError(
-                f"method.rule: gaussian adds noise to the state's entry {self.key!r}, but this method has {', '.join(tensors)}. Choose "
-                f"a method with one global model"
+                f"method.rule: gaussian adds noise to the state's entry {self.key!r}, but this method has "
+                f"{', '.join(tensors)}. Choose a method with one global model"
             )
         variances = [name for name in tensors[self.key] if name.endswith("running_var")]
         if variances and self.noise != 0:
@@ -166,6 +167,11 @@ class Gaussian(UniformMean):
             RaydflError: An update is of a single client.
         """
         return super().__call__(map(_check_summed, updates), current)
+
+    def _effective_weight(self, weight: Any) -> Any:
+        """Return weights of 0 and 1 in float64. Factors in float32 would exceed the norm slightly."""
+        effective = super()._effective_weight(weight)
+        return effective.double() if isinstance(effective, Tensor) else effective
 
 
 def _measure_change(update: Update, base: ServerTensors) -> float:
