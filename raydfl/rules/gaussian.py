@@ -34,6 +34,8 @@ from raydfl.rules.weighted_mean import WeightedMean
 
 Normals = Callable[[int], np.ndarray]
 """Function from a size to independent standard normal numbers, float64 [size]."""
+_STRIP = 8192
+"""Elements of a change that fit into the first-level cache as float64."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,14 @@ class Gaussian(UniformMean):
 def _measure_change(update: Update, base: ServerTensors) -> float:
     """Compute the Euclidean norm of an update's change in float64, because the guarantee depends on it."""
     sent = FlatTensors.from_tensors(update.tensors)
-    change = sent.vector.astype(np.float64)
-    change -= base.flatten_like(update, sent.layout)
-    mask = find_unweighted(update, sent.layout)
-    if mask is not None:
-        change[mask] = 0
-    return math.sqrt(np.square(change).sum())
+    server, mask, squares = base.flatten_like(update, sent.layout), find_unweighted(update, sent.layout), 0.0
+    for begin in range(0, sent.layout.size, _STRIP):
+        strip = slice(begin, begin + _STRIP)
+        change = np.subtract(sent.vector[strip], server[strip], dtype=np.float64)
+        if mask is not None:
+            change[mask[strip]] = 0
+        squares += float(np.dot(change, change))
+    return math.sqrt(squares)
 
 
 def _fill_missing(sums: Sequence[Update], layout: Layout, server: np.ndarray, cohort: int) -> np.ndarray:
