@@ -144,6 +144,8 @@ class PrivateRun:
         key = NoiseKey.read(run_dir, stored["key"]) if secret else NoiseKey.from_seed(config.run.seed)
         limit = None if config.run.stop is None else config.run.stop.epsilon
         rounds = None if limit is None else mechanism.count_rounds(limit, config.train.rounds)
+        if rounds == config.train.rounds:
+            rounds = None  # train.rounds ends the training first
         return cls(mechanism, key, secret, settings.metrics == "outside", rounds)
 
     def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> tuple[Update, Metrics]:

@@ -154,6 +154,8 @@ def test_the_epsilon_limit_ends_the_training_before_it_is_exceeded(tiny: Tiny) -
     assert (result.round, result.finished) == (2, True)
     assert result.ended.startswith("another round would exceed run.stop.epsilon")
     assert resume(result.run_dir).round == 2
+    within = run(tiny(*NOISY, "train.rounds=2", f"run.stop={{epsilon: {limit}}}", "run.name=within"), Progress("quiet"))
+    assert (within.round, within.ended) == (2, "")
     assert resume(result.run_dir, ["run.stop=null", "train.rounds=4"]).round == 4
     assert read_about(result.run_dir)["privacy"]["epsilon"] == mechanism.compute_epsilon(4)
 
