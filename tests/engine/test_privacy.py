@@ -22,7 +22,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.mirror import RunMirror
 from raydfl.runs import Progress, replay, resume, run
 from raydfl.runs.folder import create
-from raydfl.testing import assert_same_bits, train_federation
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 pytest.importorskip("dp_accounting")
 Tiny = Callable[..., Config]
@@ -74,7 +74,7 @@ def test_actors_give_the_same_bits(tiny: Tiny, ray_session: None, actors: int) -
     serial = train_federation(tiny(*NOISY, SEED, POISSON, "train.cohort=2", "run.name=serial"))
     config = tiny(*NOISY, SEED, POISSON, "train.cohort=2", f"ray.actors={actors}", "ray.cpus=0.5", "run.name=parallel")
     run(config, Progress("quiet"))
-    assert_same_bits(serial, finish_in(folder_of(config), config))
+    assert_same_bits(serial, read_tensors(folder_of(config)))
 
 
 def test_a_round_without_clients_is_noise_alone(tiny: Tiny) -> None:
