@@ -32,6 +32,7 @@ from raydfl.cli._arguments import (
 )
 from raydfl.cli.data import data_app
 from raydfl.cli.models import export_command, predict_command
+from raydfl.cli.privacy import privacy_command
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.files import display_path
@@ -227,6 +228,7 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
 app.command("predict")(predict_command)
 app.command("export")(export_command)
+app.command("privacy", cls=TakesSettings)(privacy_command)
 
 
 @app.command("study", cls=TakesSettings)

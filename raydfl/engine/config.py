@@ -30,6 +30,7 @@ from raydfl.engine.named_files import check_encoder, check_same_files, hash_name
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.phases import Phases
+from raydfl.engine.privacy_settings import PrivacySettings, check_privacy
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.engine.software import check_same_software, describe_software
@@ -63,6 +64,7 @@ class Config(Settings):
         None, description="Simulated attack: its name and its options. null: every client is honest."
     )
     train: TrainSettings = TrainSettings()
+    privacy: PrivacySettings = PrivacySettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     ray: RaySettings = RaySettings()
     run: RunSettings = RunSettings()
@@ -93,6 +95,7 @@ class Config(Settings):
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         check_block(self.train, self.components)
+        check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
         self._check_reference()
         return self
 
@@ -278,6 +281,7 @@ class Config(Settings):
         best = any(phase.begin == "best" for phase in self.train.phases.values())
         groups = {"stop": self.run.stop, "best": self.run.best if best else None}
         criteria = {name: group.model_dump(mode="json") for name, group in groups.items() if group is not None}
+        criteria.get("stop", {}).pop("epsilon", None)  # phases exclude privacy, so it is null
         return {**criteria, "evaluate": self.evaluate.model_dump(mode="json")} if criteria else {}
 
 

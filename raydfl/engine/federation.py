@@ -6,10 +6,14 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
-from raydfl.core.types import State, Task, Update
+from raydfl.core.types import Metrics, State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
@@ -27,6 +31,7 @@ from raydfl.engine.listeners import (
     Compaction,
     Listener,
     PhaseChange,
+    PrivacyBudget,
     ReadAhead,
     Recorder,
     StopRule,
@@ -46,6 +51,7 @@ from raydfl.engine.orders import (
 )
 from raydfl.engine.passes import select_updates
 from raydfl.engine.pool import Pool, ask_everywhere
+from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.rule_memory import check_rule_memory
 from raydfl.engine.storage import record
@@ -55,7 +61,7 @@ from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport
 from raydfl.engine.validation import check_failed, check_overflow
-from raydfl.rules import TwoPassRule
+from raydfl.rules import Gaussian, TwoPassRule
 
 
 class Federation:
@@ -65,7 +71,9 @@ class Federation:
     after the last commit and gives the same bits.
     """
 
-    def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
+    def __init__(
+        self, config: Config, population: Population, store: RunStore, pool: Pool, run_dir: Path | None = None
+    ) -> None:
         """Open the newest commit, or create and commit round 0.
 
         Args:
@@ -73,12 +81,14 @@ class Federation:
             population: Clients and their data.
             store: Run directory. The caller holds its lock.
             pool: Workers that execute the orders.
+            run_dir: Folder with ``run.json`` and the key of the noise; ``None``: the folder of the store.
         """
         self.config = config
         self.store = store
         self.pool = pool
         self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
+        self._private = PrivateRun.open(config, store.folder if run_dir is None else run_dir)
         self._cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
@@ -112,7 +122,9 @@ class Federation:
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
-        self.checkpoint = Checkpoint(state, private, config.phases.replace_first(begun), selection).replace_state(state)
+        spent = "" if self._private is None else self._private.explain_end(state.round_index)
+        phases = config.phases.replace_first(begun)
+        self.checkpoint = Checkpoint(state, private, phases, selection, spent).replace_state(state)
         if commit is None:
             self._start()
         else:
@@ -134,9 +146,10 @@ class Federation:
         self._listeners: Sequence[Listener] = (
             BestRound(),
             StopRule(),
+            *(() if self._private is None else (PrivacyBudget(self._private),)),
             PhaseChange(config, store, self._committer),
             self._ahead,
-            Recorder(config, self.clients, pool, store, self._committer),
+            Recorder(config, self.clients, pool, store, self._committer, self._private),
         )
 
     @property
@@ -211,7 +224,7 @@ class Federation:
         self._committer.begin()  # after the orders, so that clients need not wait for the disk
         rule = self.config.components.rule
         updates = arrivals.updates(self.state.tensors, self.method.additions, rule)
-        if isinstance(rule, TwoPassRule) and current.orders[0].block is not None:
+        if isinstance(rule, TwoPassRule) and current.orders and current.orders[0].block is not None:
             updates = select_updates(rule, updates, arrivals.blocks, self._send)
         return self._attackers.replace_updates(
             updates,
@@ -281,7 +294,7 @@ class Federation:
         record.discard_rows(self.store.folder, -1)
         together, alone = self.config.train.together, self.config.ray.actors == "per_client"
         if not isinstance(together, int):
-            orders = [] if alone else self.plan()
+            orders = [] if alone else self.plan(drawn=False)
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
         self.store.together = together
         self.store.commit(self.state, self.checkpoint.private)
@@ -323,19 +336,42 @@ class Federation:
                 if phase != self.state.phase:
                     state = begin_phase(self.config, dataclasses.replace(self.state, phase=phase))
                     self.checkpoint = dataclasses.replace(before, state=state)
-                rows, _ = self._measure([order.task.client_id for order in self.plan()])
+                rows, _ = self._measure([order.task.client_id for order in self.plan(drawn=False)])
                 before.selection.check(phase, list(record.scores(rows)))
         finally:
             self.checkpoint = before
 
-    def plan(self) -> list[Order]:
-        """Plan the orders of the next round. Repeated calls return equal orders."""
-        rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
+    def plan(self, drawn: bool = True) -> list[Order]:
+        """Plan the orders of the next round. Repeated calls return equal orders.
+
+        Args:
+            drawn: With Poisson sampling, draw the number of clients. ``False``: plan their expected number.
+        """
+        cohort = self._draw_size() if drawn else self._cohorts[self.state.phase]
+        if not cohort:
+            return []
         with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
-            tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
+            tasks = self.method.plan(self.state, self.clients, self._make_generator("plan"), cohort)
+        if self._private is not None:
+            self._private.check_plan(len(tasks), cohort, self.config.method["name"])
         if self.config.train.clients is not None:
             check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
         return self._make_orders(tasks, None)
+
+    def _draw_size(self) -> int:
+        """Draw the number of clients in the next round.
+
+        With Poisson sampling the number is binomial, and all subsets of this size are equally likely.
+        """
+        cohort, clients = self._cohorts[self.state.phase], self.clients.eligible
+        if self.config.train.draw == "fixed":
+            return cohort
+        return int(self._make_generator("draw").binomial(clients, cohort / clients))
+
+    def _make_generator(self, purpose: str) -> np.random.Generator:
+        """Return the generator of a draw in the next round. The cohorts of a private run are secret."""
+        secret = None if self._private is None else self._private.generator(self.state.round_index, purpose)
+        return secret or seeds.generator(self.config.run.seed, self.state.round_index, "", purpose)
 
     def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
@@ -369,7 +405,9 @@ class Federation:
         return {key: FlatTensors.from_tensors(self.state.tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
-        """Return the state that the method aggregates from the clients' updates."""
+        """Return the state that the method aggregates from the clients' updates, or from their noisy sum."""
+        if not current.orders and self._private is None:
+            return self.state
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         elsewhere: list[BaseException] = []
 
@@ -382,9 +420,16 @@ class Federation:
                 )  # a client's or the pool's failure, for which the message must not blame aggregate()
                 raise
 
-        updates = note_failures()
+        updates: Iterator[Update] = note_failures()
+        measured: Metrics = {}
+        if self._private is not None:
+            summed, measured = self._private.sum_updates(
+                cast(Gaussian, self.config.components.rule), updates, self.state
+            )
+            updates = iter([summed])
         with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
-            state, current.metrics = self.method.aggregate(self.state, updates, rng)
+            state, metrics = self.method.aggregate(self.state, updates, rng)
+        current.metrics = {**measured, **metrics}
         for _ in updates:
             pass  # a rule may skip updates, but the round must record every client's reply
         return dataclasses.replace(as_stored(state), phase=self.state.phase)
@@ -410,7 +455,7 @@ class Federation:
 
         These are the training of the largest client with its group, and its evaluations, each in a list for one actor.
         """
-        orders = self.plan()
+        orders = self.plan(drawn=False)
         largest = max(orders, key=lambda order: order.cost)
         group = [order for order in orders if order is largest or order.group == largest.group >= 0]
         at_server = self._evaluation.make_server_orders(self.state)[:1]

@@ -26,6 +26,8 @@ class Checkpoint:
     phases: Phases
     """Phases with their actual first rounds. ``run.stop`` can end a phase early."""
     selection: Selection
+    spent: str = ""
+    """Reason of ``run.stop.epsilon`` to end the training; empty: training continues."""
 
     def replace_state(self, state: State) -> Checkpoint:
         """Return a copy with another state, labelled with the phase of its next round."""
@@ -34,7 +36,7 @@ class Checkpoint:
     @property
     def stopped(self) -> str:
         """Reason of ``run.stop`` to end the training; empty: training continues until ``train.rounds``."""
-        return self.selection.reason if self.selection.phase == self.phases.names[-1] else ""
+        return self.spent or (self.selection.reason if self.selection.phase == self.phases.names[-1] else "")
 
 
 @dataclass(slots=True)

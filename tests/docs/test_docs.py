@@ -89,6 +89,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "observability.md",
         "own-method.md",
         "pretrained.md",
+        "privacy.md",
         "profila.md",
         "recordings.md",
         "reference.md",
