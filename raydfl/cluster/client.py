@@ -140,7 +140,7 @@ class ClientActor:
     def do(self, job: Callable[[Worker], Any]) -> Any:
         """Run a job on the worker between two calls."""
         with self._one_at_a_time:
-            return job(self._worker)
+            return self._worker.do(job)
 
 
 def define_actor(settings: RaySettings, place: str, kind: ActorKind, strategy: Any = None) -> Any:

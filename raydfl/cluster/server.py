@@ -30,6 +30,7 @@ from raydfl.cluster.pool import RayPool
 from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.run_files import RunFiles, share_files
+from raydfl.cluster.site_record import HeadKeeper
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.cluster.use import NodeUse
 from raydfl.core.errors import ResourcesError
@@ -84,7 +85,7 @@ class Server:
             )
             self._pool, self._idle = pool, idle
             opened.callback(self._close_pool)
-            self._federation = Federation(config, population, store, pool)
+            self._federation = Federation(config, population, store, HeadKeeper(pool, run_dir) if at_sites else pool)
             opened.callback(self._federation.close)
             mirror = mirror_of(config.run.dir, run_dir)
             if mirror is not None:
