@@ -30,6 +30,7 @@ from raydfl.cli._arguments import (
     find_run_dir,
     show_progress,
 )
+from raydfl.cli.clusters import cluster_app
 from raydfl.cli.data import data_app
 from raydfl.cli.models import export_command, predict_command
 from raydfl.cli.sites import site_app
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(site_app, name="site")
+app.add_typer(cluster_app, name="cluster")
 
 
 def _print_version(requested: bool) -> None:

@@ -1,5 +1,6 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
+from raydfl.cluster.certificates import make_certificates as make_certificates
 from raydfl.cluster.datasets import write_recordings as write_recordings
 from raydfl.cluster.features import compute_on_cluster as compute_on_cluster
 from raydfl.cluster.gpu import resolve_auto as resolve_auto

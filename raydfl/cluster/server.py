@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raydfl.cluster.certificates import warn_without_tls
 from raydfl.cluster.client import define_actor, start_client_actor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
@@ -281,6 +282,8 @@ class RemoteServer:
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
         files = share_files(run_dir, config, tell)
+        if config.data.sites and (warning := warn_without_tls(config)):
+            tell(warning)
         needed = min(config.ray.min_actors or len(kinds), len(kinds))
         self._group = queue_actors(config, kinds[:needed], tell)
         self._watch = NodeWatch(kinds, needed, tell)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from commands import Raydfl, write_config
+from ray.exceptions import RayTaskError
 
+from raydfl.cluster.faults import unwrap_error
+from raydfl.cluster.site_guard import call_at_site
 from raydfl.cluster.site_policy import POLICIES, SitePolicy, find_policy, read_policy
 from raydfl.cluster.site_record import find_break, read_heads
+from raydfl.cluster.sites import list_site_classes, place_folder
 from raydfl.core.errors import ConfigError, PolicyError
 from raydfl.core.yaml import to_yaml
 from raydfl.engine.config import Config
@@ -61,6 +65,11 @@ def read_record(folder: Path, site: str = "north") -> list[dict[str, Any]]:
 
 def make_policy(**options: Any) -> SitePolicy:
     return SitePolicy.model_validate({"site": "north", "record": "/record", **options})
+
+
+def read_bits(config: Config) -> dict[str, bytes]:
+    folder = Path(config.run.dir) / str(config.run.name)
+    return read_tensors(folder, *(place_folder(config, folder, site) / "private" for site in config.data.sites))
 
 
 def list_digests(config: Config, kind: str) -> list[str]:
@@ -216,8 +225,7 @@ def test_a_run_that_leaves_the_hours_stops_and_resumes(
             runs.run(config)
     assert [entry["event"] for entry in read_record(records)][-1] == "rejected"
     runs.run(config)
-    folders = [Path(config.run.dir) / name for name in ("whole", "stopped")]
-    assert_same_bits(*map(read_tensors, folders))
+    assert_same_bits(read_bits(reference), read_bits(config))
 
 
 # -- data that leave the site ----------------------------------------------------------------------------------------
@@ -234,7 +242,7 @@ def test_no_metric_of_a_single_client_leaves_a_site(silos: Silos, policies: Poli
     limited = silos("run.name=limited", models, *options, method="fedavg")
     runs.run(limited)
     folders = [Path(config.run.dir) / str(config.run.name) for config in (free, limited)]
-    assert_same_bits(*map(read_tensors, folders))
+    assert_same_bits(read_bits(free), read_bits(limited))
     every, rows = (to_rows(read_rows(folder)) for folder in folders)
     measured = {"train", "validation", "client_test", "test"}
     assert any(row.client and row.split in measured for row in every)
@@ -255,7 +263,6 @@ def test_the_record_names_the_user_the_code_and_the_bytes(silos: Silos, policies
     records, config = policies(), silos("train.cohort=9", "run.name=noted")
     runs.run(config)
     folder = Path(config.run.dir) / "noted"
-    shutil.rmtree(config.data.sites["north"].folder)  # the record is elsewhere
     entries = read_record(records)
     assert {entry["event"] for entry in entries} == {"opened", "sent"}
     assert {entry["user"] for entry in entries} == {config.started_by}
@@ -263,7 +270,7 @@ def test_the_record_names_the_user_the_code_and_the_bytes(silos: Silos, policies
     assert len({entry["configuration"] for entry in entries}) == 1
     sent = [entry for entry in entries if entry.get("bytes", {}).get("tensors")]
     assert [entry["round"] for entry in sent] == sorted(5 * [1, 2, 3])
-    shared = read_tensors(folder)
+    shared = read_bits(config)
     size = sum(len(value) for name, value in shared.items() if "plugin" in name and not name.startswith("client "))
     assert {entry["bytes"]["tensors"] for entry in sent} == {size}
     assert [entry["bytes"] for entry in entries if "classes" in entry.get("bytes", {})] == [
@@ -297,20 +304,19 @@ def test_policies_do_not_change_the_digest_of_a_configuration(silos: Silos, poli
     assert silos().digest() == before
 
 
-@pytest.mark.slow
-def test_client_actors_enforce_the_policy(
-    ray_session: None, silos: Silos, policies: Policies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tasks and actors read the policy of their node. The test's Ray has no sites, so the tasks get the variable."""
-    import ray
-
-    from raydfl.cluster import site_guard
-    from raydfl.cluster.sites import list_site_classes
-
+def test_tasks_at_a_site_return_the_rejection(ray_session: None, silos: Silos, policies: Policies) -> None:
+    """The error keeps its type and message across processes."""
     records, config = policies(methods=[]), silos()
-    task: Any = ray.remote(num_cpus=1)(site_guard.call_at_site).options(
-        runtime_env={"env_vars": {POLICIES: os.environ[POLICIES]}}
-    )
-    with pytest.raises(PolicyError, match="`methods`"):
-        ray.get(task.remote(list_site_classes, config, "north", ""))
-    assert [entry["event"] for entry in read_record(records)] == ["rejected"]
+
+    def list_classes(policy: str) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(POLICIES, policy)
+            return call_at_site(list_site_classes, config, "north", "")
+
+    with pytest.raises(RayTaskError) as failed:
+        ray.get(ray.remote(num_cpus=1)(list_classes).remote(os.environ[POLICIES]))
+    error = unwrap_error(failed.value)
+    (entry,) = read_record(records)
+    assert isinstance(error, PolicyError)
+    assert (entry["event"], entry["reason"]) == ("rejected", str(error))
+    assert entry["user"] == config.started_by
