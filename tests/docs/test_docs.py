@@ -83,6 +83,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "report.md",
         "results.md",
         "search.md",
+        "security.md",
         "silos.md",
         "start.md",
         "sweeps.md",
