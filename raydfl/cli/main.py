@@ -30,9 +30,11 @@ from raydfl.cli._arguments import (
     find_run_dir,
     show_progress,
 )
+from raydfl.cli.clusters import cluster_app
 from raydfl.cli.data import data_app
 from raydfl.cli.models import export_command, predict_command
 from raydfl.cli.privacy import privacy_command
+from raydfl.cli.sites import site_app
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.files import display_path
@@ -49,6 +51,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(site_app, name="site")
+app.add_typer(cluster_app, name="cluster")
 
 
 def _print_version(requested: bool) -> None:

@@ -151,7 +151,7 @@ class ClientActor:
     def do(self, job: Callable[[Worker], Any]) -> Any:
         """Run a job on the worker between two calls."""
         with self._one_at_a_time:
-            return job(self._worker)
+            return self._worker.do(job)
 
 
 _NODE = "ray.io/node-id"

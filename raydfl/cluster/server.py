@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raydfl.cluster.certificates import warn_without_tls
 from raydfl.cluster.client import define_actor, start_client_actor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
@@ -30,6 +31,7 @@ from raydfl.cluster.pool import RayPool
 from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.run_files import RunFiles, share_files
+from raydfl.cluster.site_record import HeadKeeper
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.cluster.use import NodeUse
 from raydfl.core.errors import ResourcesError
@@ -85,7 +87,7 @@ class Server:
             )
             self._pool, self._idle = pool, idle
             opened.callback(self._close_pool)
-            self._federation = Federation(config, population, store, pool)
+            self._federation = Federation(config, population, store, HeadKeeper(pool, run_dir) if at_sites else pool)
             opened.callback(self._federation.close)
             mirror = mirror_of(config.run.dir, run_dir)
             if mirror is not None:
@@ -281,6 +283,8 @@ class RemoteServer:
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
         files = share_files(run_dir, config, tell)
+        if config.data.sites and (warning := warn_without_tls(config)):
+            tell(warning)
         needed = min(config.ray.min_actors or len(kinds), len(kinds))
         self._group = queue_actors(config, kinds[:needed], tell)
         self._watch = NodeWatch(kinds, needed, tell)

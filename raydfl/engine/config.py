@@ -33,7 +33,7 @@ from raydfl.engine.phases import Phases
 from raydfl.engine.privacy_settings import PrivacySettings, check_privacy
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.engine.software import check_same_software, describe_software
+from raydfl.engine.software import check_same_software, describe_software, describe_user
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -43,6 +43,8 @@ _FILES = "_files_at_start"
 
 _SOFTWARE = "_software_at_start"
 """Attribute of a pickled configuration: the software of the machine that started the run."""
+_USER = "_user_at_start"
+"""Attribute of a pickled configuration: the user who started the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -195,7 +197,13 @@ class Config(Settings):
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "components"}
         state["__dict__"].setdefault(_FILES, self.files() if "components" in self.__dict__ else {})
         state["__dict__"].setdefault(_SOFTWARE, describe_software())
+        state["__dict__"].setdefault(_USER, self.started_by)
         return state
+
+    @property
+    def started_by(self) -> str:
+        """User and machine of the process that started the run, as this process states them."""
+        return self.__dict__.get(_USER) or describe_user()
 
     def check_files(self) -> None:
         """Verify that the files and folders in options have the same content as on the starting machine.

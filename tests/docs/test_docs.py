@@ -95,6 +95,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "reference.md",
         "report.md",
         "results.md",
+        "security.md",
         "silos.md",
         "start.md",
         "studies.md",
