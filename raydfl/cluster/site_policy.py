@@ -54,7 +54,8 @@ class SitePolicy(Settings):
         "client never leave it.",
     )
     differential_privacy: bool = Field(
-        False, description="Require differential privacy. raydfl has none yet, so true rejects every run."
+        False,
+        description="Require differential privacy: the rule gaussian with noise. The server adds the noise, so the site trusts it.",
     )
     hours: list[str] = Field(
         default_factory=list,
@@ -113,11 +114,13 @@ class SitePolicy(Settings):
                     "Send the site's administrator the configuration and its code. After a review, `raydfl site digests FILE` at "
                     "the site prints the digests for the policy.",
                 )
-        if self.differential_privacy:
+        rule = config.method.get("rule")
+        options = rule if isinstance(rule, Mapping) else {"name": rule}
+        if self.differential_privacy and (options["name"] != "gaussian" or options.get("noise") == 0):
             raise self.reject(
                 "differential_privacy",
-                "it requires differential privacy, which raydfl does not have yet, so every run violates this rule",
-                "Only the site's administrator can remove the requirement.",
+                "it requires differential privacy, but the run has none",
+                "Set method.rule='{name: gaussian, noise: ...}' (raydfl privacy FILE prints the epsilon of each noise).",
             )
         if self.maximum_rounds is not None and config.train.rounds > self.maximum_rounds:
             raise self.reject(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -142,6 +143,23 @@ def test_a_node_with_policies_serves_only_their_sites(policies: Policies, monkey
 # -- rejections ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("noise", "is_accepted"), [("noise: 1.0", True), ("epsilon: 8", True), ("noise: 0", False)])
+def test_a_policy_accepts_noise_as_differential_privacy(
+    tiny: Callable[..., Config], noise: str, is_accepted: bool
+) -> None:
+    policy = SitePolicy(
+        site="north",
+        record=Path("/record"),
+        methods=["any"],
+        rules=["any"],
+        differential_privacy=True,
+        minimum_clients=2,
+    )
+    config = tiny(f"method.rule={{name: gaussian, clip: 1.0, {noise}}}", "evaluate.clients=none", method="fedavg")
+    with contextlib.nullcontext() if is_accepted else pytest.raises(PolicyError, match="but the run has none"):
+        policy.check_run(config, [])
+
+
 def forbid_hours() -> dict[str, Any]:
     later = datetime.now().astimezone() + timedelta(hours=2)
     return {"hours": [f"{later:%H:%M}-{later + timedelta(hours=1):%H:%M}"]}
@@ -154,7 +172,11 @@ def forbid_hours() -> dict[str, Any]:
         ({"methods": ["0" * 64]}, "", "`methods`.*raydfl site digests"),
         ({"rules": []}, "method.rule=krum", "`rules`.*the rule krum has the digest"),
         ({"code": []}, "", r"`code`.*the code tones.py:Tones has the digest"),
-        ({"differential_privacy": True}, "", "`differential_privacy`.*raydfl does not have yet, so every run violates"),
+        (
+            {"differential_privacy": True},
+            "",
+            "`differential_privacy`.*it requires differential privacy, but the run has none",
+        ),
         ({"maximum_rounds": 2}, "", "`maximum_rounds`.*train.rounds=3 exceeds its 2 rounds. Set train.rounds=2"),
         ({"minimum_clients": 5}, "train.cohort=4", "`minimum_clients`.*a round has 4 clients, fewer than 5"),
         (forbid_hours(), "", "`hours`.*it is .* at the site"),
