@@ -16,6 +16,7 @@ __all__ = [
     "metrics",
     "needs",
     "nested",
+    "noise_key",
     "ops",
     "options",
     "part_names",
