@@ -17,6 +17,7 @@ __all__ = [
     "metrics",
     "needs",
     "nested",
+    "noise_key",
     "ops",
     "options",
     "part_names",

@@ -16,7 +16,7 @@ KEY_FILE = "private.key"
 """Name of the key's file in the folder of a run. It never leaves this folder."""
 _SIZE = 32
 _BLOCK = 1 << 20
-"""Normal numbers of one call of the hash function, which limits its memory to 8 MiB."""
+"""Normal numbers in a call of the hash function. It limits the memory to 8 MiB."""
 
 
 class NoiseKey:
@@ -36,7 +36,7 @@ class NoiseKey:
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseKey:
-        """Derive a key from the run's seed. It is no secret: everyone who knows the seed can compute the noise."""
+        """Derive a key from the run's seed. Knowledge of the seed reveals its noise."""
         return cls(hashlib.sha256(f"noise of the seed {seed}".encode()).digest())
 
     @classmethod
@@ -74,13 +74,13 @@ class NoiseKey:
             mode, secret = path.stat().st_mode, path.read_bytes()
         except OSError as error:
             raise RunDirectoryError(
-                f"{path} cannot be read: {error.strerror}. The run needs its key for its noise. Restore the file from the machine "
-                f"on which the run began, or start a new run"
+                f"{path} cannot be read: {error.strerror}. The run needs its key for its noise. Restore the file from the run's "
+                f"first machine, or start a new run"
             ) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise RunDirectoryError(
-                f"{path} can be read or changed by other users, who could then subtract the noise. Run chmod 600 on it if nobody "
-                f"has read it, otherwise start a new run"
+                f"{path} can be read or changed by further users, and the key reveals the noise. Start a new run, or run "
+                f"chmod 600 on it if the key is still secret"
             )
         key = cls(secret)
         if len(secret) != _SIZE or fingerprint not in ("", key.fingerprint):
@@ -92,11 +92,11 @@ class NoiseKey:
 
     @property
     def fingerprint(self) -> str:
-        """Digest that identifies the key without revealing it: 16 hexadecimal digits."""
+        """Public digest of the key: 16 hexadecimal digits."""
         return hashlib.sha256(b"fingerprint" + self._secret).hexdigest()[:16]
 
     def generator(self, round_index: int, purpose: str) -> np.random.Generator:
-        """Return a generator whose seed is secret, for draws whose results are secret too.
+        """Return a generator with a secret seed, for draws with secret results.
 
         Args:
             round_index: Completed rounds.

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-3
 
 
 def check_library() -> None:
-    """Check that dp-accounting is installed.
+    """Check the installation of dp-accounting.
 
     Raises:
         ConfigError: It is missing.
@@ -44,12 +44,12 @@ class Mechanism:
     draw: str
     """``"poisson"``: each client takes part with probability cohort / clients. ``"fixed"``: a cohort without replacement."""
     noise: float
-    """Standard deviation of the noise in the sum, divided by the norm to which changes are clipped."""
+    """Standard deviation of the noise in the sum, divided by the clipping norm."""
     delta: float
 
     @property
     def neighbours(self) -> str:
-        """The changes of the data that the guarantee covers."""
+        """Neighbouring data sets of the guarantee."""
         return "adding or removing one client" if self.draw == "poisson" else "replacing the data of one client"
 
     def compute_epsilon(self, rounds: int) -> float:
@@ -64,7 +64,7 @@ class Mechanism:
         return _compute_epsilon(self, rounds)
 
     def count_rounds(self, epsilon: float, most: int) -> int:
-        """Count the rounds whose epsilon does not exceed a limit, at most ``most``."""
+        """Count the rounds up to a limit of epsilon, at most ``most``."""
         low, high = 0, most + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -80,7 +80,7 @@ class Mechanism:
         return self.cohort / (self.noise * math.sqrt(parameters)) if self.noise else math.inf
 
     def calibrate(self, epsilon: float, rounds: int) -> Mechanism:
-        """Return the mechanism with the least noise that reaches an epsilon, up to a relative tolerance of 0.1 %.
+        """Return the mechanism with the least noise for an epsilon, up to a relative tolerance of 0.1 %.
 
         Args:
             epsilon: Largest epsilon after all rounds.
@@ -113,7 +113,7 @@ class Mechanism:
 
 
 def _start_search(mechanism: Mechanism, epsilon: float, rounds: int) -> float:
-    """Return a noise multiplier near the wanted one, by the Renyi accountant, which is fast but less tight."""
+    """Estimate a noise multiplier by the Renyi accountant. It is fast but less tight."""
     low, high = 0.05, 1e4
     while high > 1.05 * low:
         middle = math.sqrt(low * high)

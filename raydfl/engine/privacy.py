@@ -47,7 +47,7 @@ def plan_mechanism(config: Config, clients: int) -> Mechanism:
 
 
 def count_parameters(config: Config, clients: Clients) -> int:
-    """Count the parameters that receive noise: the elements of the global model.
+    """Count the elements of the global model, for the noise.
 
     Args:
         config: Configuration of the run.
@@ -66,7 +66,7 @@ def count_parameters(config: Config, clients: Clients) -> int:
 
 
 def describe_epsilon(mechanism: Mechanism, rounds: int, epsilon: float, secret: bool) -> str:
-    """Describe a guarantee in words, such as ``epsilon 1.99 (delta 0.0111, by adding or removing one client) after 100 rounds``."""
+    """Describe a guarantee in words: ``epsilon 1.99 (delta 0.0111, by adding or removing one client) after 100 rounds``."""
     mark = "" if secret else f"; {STUDY}"
     return (
         f"epsilon {epsilon:.3g} (delta {mechanism.delta:.3g}, {mechanism.neighbours}) after {rounds} rounds with noise "
@@ -129,7 +129,7 @@ class PrivateRun:
 
     @classmethod
     def open(cls, config: Config, run_dir: Path) -> PrivateRun | None:
-        """Read the mechanism and the key of a run; ``None`` for other rules.
+        """Read the mechanism and the key of a run; ``None`` without the rule ``gaussian``.
 
         Raises:
             RunDirectoryError: The mechanism or the key is missing, or the key is unusable.
@@ -149,7 +149,7 @@ class PrivateRun:
         return cls(mechanism, key, secret, settings.metrics == "outside", rounds)
 
     def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> tuple[Update, Metrics]:
-        """Add up a round's updates with noise. Whatever is computed from the sum does not weaken the guarantee.
+        """Add up a round's updates with noise. Further computations with the sum keep the guarantee.
 
         Args:
             rule: Aggregation rule of the run.
@@ -180,7 +180,7 @@ class PrivateRun:
         return self.key.generator(round_index, purpose) if self.secret else None
 
     def check_plan(self, planned: int, drawn: int, name: str) -> None:
-        """Reject a method that does not train the drawn number of clients, because the accounting would not hold.
+        """Reject methods with a sampling of clients of their own, because the accounting would not hold.
 
         Raises:
             ConfigError: The numbers differ.

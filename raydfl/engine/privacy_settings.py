@@ -1,4 +1,4 @@
-"""Settings group ``privacy``, and the settings that differential privacy excludes."""
+"""Settings group ``privacy``, and the settings excluded by differential privacy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class PrivacySettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Probability with which the guarantee may fail. null: the number of eligible clients to the power of -1.1.",
+        description="Failure probability of the guarantee. null: the number of eligible clients to the power of -1.1.",
     )
     key: Literal["secret", "seed"] = Field(
         "secret",
         description="Source of the noise and of the cohorts. secret: the random file private.key in the run's folder. seed: the "
-        "run's seed, only for studies, because anyone who knows the seed can subtract the noise.",
+        "run's seed, only for studies, because the seed reveals the noise.",
     )
     metrics: Literal["none", "outside"] = Field(
         "none",
-        description="Metrics of clients, such as the training loss. none: not recorded. outside: recorded, although the guarantee "
+        description="Metrics of clients (training loss and more). none: not recorded. outside: recorded, although the guarantee "
         "does not cover them.",
     )
 
@@ -45,7 +45,7 @@ def check_privacy(
     evaluate: EvaluateSettings,
     run: RunSettings,
 ) -> None:
-    """Reject settings that the guarantee of the rule ``gaussian`` does not cover.
+    """Reject settings outside the guarantee of the rule ``gaussian``.
 
     Raises:
         ConfigError: A setting is outside the guarantee, or a setting of privacy has no effect. The message names it.
@@ -61,7 +61,7 @@ def check_privacy(
         return
     if rule.noise is None and rule.epsilon is None:
         raise ConfigError(
-            "method.rule: gaussian needs noise or epsilon. Set method.rule.epsilon, from which the noise is calibrated, or "
+            "method.rule: gaussian needs noise or epsilon. Set method.rule.epsilon to calibrate the noise, or "
             "method.rule.noise (raydfl privacy FILE lists the epsilon of each noise)"
         )
     if rule.noise == 0 and run.stop is not None and run.stop.epsilon is not None:
@@ -74,7 +74,7 @@ def check_privacy(
         reason, remedy = "the groups of clients depend on single updates", "Set train.groups to none"
     elif not method.associative or method.additions or method.changes:
         reason = f"method {name} uses more of the updates than their sum"
-        remedy = "Choose a method whose server reads the rule's result only, such as fedavg, fedprox, fedadam or fedper"
+        remedy = "Choose a method with a server for the sum alone: fedavg, fedprox, fedadam, fedper"
     elif method.phases:
         reason, remedy = f"method {name} has several phases", "Choose a method without phases"
     elif data.parts:
@@ -95,6 +95,6 @@ def check_privacy(
         )
     if evaluate.clients != "none" and settings.metrics == "none":
         raise ConfigError(
-            f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, which rule gaussian does not protect. "
+            f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, outside the guarantee of rule gaussian. "
             f"Set evaluate.clients=none, or privacy.metrics=outside to record such metrics outside the guarantee"
         )

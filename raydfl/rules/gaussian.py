@@ -35,7 +35,7 @@ from raydfl.rules.weighted_mean import WeightedMean
 Normals = Callable[[int], np.ndarray]
 """Function from a size to independent standard normal numbers, float64 [size]."""
 _STRIP = 8192
-"""Elements of a change that fit into the first-level cache as float64."""
+"""Elements of a change within the first-level cache as float64."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Gaussian(UniformMean):
         float | None,
         Field(
             gt=0,
-            description="Epsilon after train.rounds rounds, from which the noise is calibrated before the first round. null: noise "
+            description="Epsilon after train.rounds rounds, to calibrate the noise before the first round. null: noise "
             "is set.",
         ),
     ] = None
@@ -190,7 +190,7 @@ def _measure_change(update: Update, base: ServerTensors) -> float:
 
 
 def _fill_missing(sums: Sequence[Update], layout: Layout, server: np.ndarray, cohort: int) -> np.ndarray:
-    """Add the server's values, as those of a client without a change, until the weights are the cohort: float64 [layout.size]."""
+    """Add the server's values, for clients without a change, until the weights are the cohort: float64 [layout.size]."""
     total, missing = np.zeros(layout.size), np.full(layout.size, float(cohort))
     for summed in sums:
         sent = cast(FlatTensors, summed.tensors)

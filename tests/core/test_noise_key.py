@@ -56,7 +56,7 @@ def test_unusable_keys_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is the key of another run"):
         NoiseKey.read(tmp_path, "0" * 16)
     path.chmod(0o640)
-    with pytest.raises(RunDirectoryError, match="can be read or changed by other users"):
+    with pytest.raises(RunDirectoryError, match="can be read or changed by further users"):
         NoiseKey.read(tmp_path, key.fingerprint)
     path.chmod(0o600)
     path.write_bytes(bytes(31))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -120,12 +121,16 @@ def test_poisson_cohorts_are_binomial(tiny: Tiny) -> None:
 
 
 def test_epsilon_is_in_the_table_the_description_and_the_report(tiny: Tiny) -> None:
-    result = run(tiny(*NOISY, SEED), Progress("quiet"))
+    shown = io.StringIO()
+    result = run(tiny(*NOISY, SEED), Progress("lines", shown))
     expected = [Mechanism(6, 3, "fixed", 2.0, 6**-1.1).compute_epsilon(rounds) for rounds in (1, 2, 3)]
     assert [*server_rows(result.run_dir, "privacy/epsilon").values()] == expected
     privacy = read_about(result.run_dir)["privacy"]
     assert (privacy["epsilon"], privacy["rounds"]) == (expected[-1], 3)
     assert (privacy["key"], privacy["neighbours"]) == (None, "replacing the data of one client")
+    line = next(line for line in shown.getvalue().splitlines() if line.startswith("round 3/3"))
+    assert f"epsilon {expected[-1]:.3g} (for study: anyone who knows the seed can subtract the noise)" in line
+    assert "loss" not in line
     page = (result.run_dir / "report.html").read_text()
     assert (
         f"epsilon {expected[-1]:.3g} (delta 0.139, replacing the data of one client) after 3 rounds with noise 2"
