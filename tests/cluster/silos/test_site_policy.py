@@ -154,7 +154,11 @@ def forbid_hours() -> dict[str, Any]:
         ({"methods": ["0" * 64]}, "", "`methods`.*raydfl site digests"),
         ({"rules": []}, "method.rule=krum", "`rules`.*the rule krum has the digest"),
         ({"code": []}, "", r"`code`.*the code tones.py:Tones has the digest"),
-        ({"differential_privacy": True}, "", "`differential_privacy`.*raydfl does not have yet, so every run violates"),
+        (
+            {"differential_privacy": True},
+            "",
+            "`differential_privacy`.*raydfl does not have it yet, so every run violates",
+        ),
         ({"maximum_rounds": 2}, "", "`maximum_rounds`.*train.rounds=3 exceeds its 2 rounds. Set train.rounds=2"),
         ({"minimum_clients": 5}, "train.cohort=4", "`minimum_clients`.*a round has 4 clients, fewer than 5"),
         (forbid_hours(), "", "`hours`.*it is .* at the site"),
