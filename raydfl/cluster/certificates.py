@@ -179,5 +179,6 @@ def warn_without_tls(config: Config) -> str:
         return ""
     return (
         f"warning: Ray runs without TLS between {len(at_sites)} nodes of sites, so anyone on the network between them can read and "
-        f"change updates, and read the cluster's token. Run `raydfl cluster certificates`, and set {VARIABLE}=1 on every node."
+        f"change updates, and read the cluster's token. Use a private network or a tunnel, or certificates (`raydfl cluster "
+        f"certificates` and {VARIABLE}=1 on every node; docs/security.md)."
     )
