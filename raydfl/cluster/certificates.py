@@ -21,11 +21,11 @@ from raydfl.core.files import make_private_folder, plain_name, write_durably
 from raydfl.engine import Config
 
 VARIABLE = "RAY_USE_TLS"
-"""Environment variable of Ray that enables TLS. It must be equal in all processes of a cluster."""
+"""Environment variable of Ray to enable TLS. It must be equal in all processes of a cluster."""
 _ADVICE = "Choose another folder"
 _AUTHORITY = "ca"
 _LOCAL = ("localhost", "127.0.0.1")
-"""Names for which every node is certified, because processes of a node also connect to it locally."""
+"""Further names in every certificate, because processes of a node also connect to it locally."""
 
 _SIGNS = x509.KeyUsage(
     key_cert_sign=True,
@@ -40,7 +40,7 @@ _SIGNS = x509.KeyUsage(
 
 
 def make_certificates(folder: Path, nodes: Sequence[str], days: int = 365) -> list[Path]:
-    """Create a certificate for each node of a cluster, and the certificate authority if the folder has none.
+    """Create a certificate for each node of a cluster, and the certificate authority if it is missing.
 
     Each node gets a folder with ``ca.crt``, ``node.crt`` and ``node.key`` and ``tls.env``, the variables of Ray. The key of the
     authority stays in ``folder``. Keys are P-256, and all files are private to their owner.
@@ -92,7 +92,7 @@ def make_certificates(folder: Path, nodes: Sequence[str], days: int = 365) -> li
 
 
 def _describe_variables() -> str:
-    """Return a shell script that sets Ray's variables. The files are in its own folder."""
+    """Return a shell script for Ray's variables. The files are in its own folder."""
     here = '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
     return (
         f"export {VARIABLE}=1\n"
@@ -140,7 +140,7 @@ def _open_authority(folder: Path, days: int) -> tuple[ec.EllipticCurvePrivateKey
 def _start_certificate(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
-    """Begin a certificate that is valid from an hour ago, because the clocks of nodes differ."""
+    """Build a certificate with validity since an hour ago, because the clocks of nodes differ."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -179,5 +179,6 @@ def warn_without_tls(config: Config) -> str:
         return ""
     return (
         f"warning: Ray runs without TLS between {len(at_sites)} nodes of sites, so anyone on the network between them can read and "
-        f"change updates, and read the cluster's token. Run `raydfl cluster certificates`, and set {VARIABLE}=1 on every node."
+        f"change updates, and read the cluster's token. Use a private network or a tunnel, or certificates (`raydfl cluster "
+        f"certificates` and {VARIABLE}=1 on every node; docs/security.md)."
     )

@@ -1,4 +1,4 @@
-"""Enforcement of a site's policy in the processes at the site, and the record of everything that they send."""
+"""Enforcement of a site's policy in the processes at the site, and the record of their replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SiteGuard:
-    """A site's policy and record, for one run in one process."""
+    """Policy and record of a site, for a run in this process."""
 
     def __init__(self, policy: SitePolicy, config: Config) -> None:
         """Check a run, and record its start.
@@ -161,7 +161,7 @@ class GuardedWorker(Worker):
         return result
 
     def _withhold(self, reply: Reply, block: int) -> Reply:
-        """Withhold a reply's metrics, except those of the site's test clips and of a block's sums, if they are allowed."""
+        """Withhold a reply's metrics, except allowed metrics of the site's test clips and of a block's sums."""
         clients = self._site_clients if reply.client_id == SERVER else 1
         allow = self._guard.policy.withhold_metrics
 

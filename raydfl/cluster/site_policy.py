@@ -1,4 +1,4 @@
-"""Policy of a site: a file at the site with limits on the runs that may use its data."""
+"""Policy of a site: a file at the site with limits on the runs with its data."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from raydfl.engine.storage import ComponentDigest
 POLICIES = "RAYDFL_SITE_POLICY"
 """Environment variable of a node: paths of its sites' policies, separated by colons."""
 ANY = "any"
-"""Entry of a list of digests that allows all code."""
+"""Entry of a list of digests to allow all code."""
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 Digests = list[Annotated[str, Field(pattern=r"^([0-9a-f]{64}|any)$")]]
 
 
 class SitePolicy(Settings):
-    """Limits of a site on runs, on the data that leave it, and the file of its record."""
+    """Limits of a site on runs and on outgoing data, and the file of its record."""
 
     site: str = Field(min_length=1, description="Name of the site in data.sites.")
     record: Path = Field(description="Absolute path of the record of outgoing data.")
@@ -43,15 +43,15 @@ class SitePolicy(Settings):
     )
     code: Digests = Field(
         default_factory=list,
-        description="Digests of the allowed user's classes in other settings (objectives, data sets, features ...), or [any].",
+        description="Digests of the allowed user's classes for objectives, data sets, features and so on, or [any].",
     )
     minimum_clients: int = Field(
         2, ge=2, description="Minimum number of clients: of the site, of each cohort, and behind each metric."
     )
     metrics: list[str] = Field(
         default_factory=list,
-        description="Metrics that may leave the site, by name without the model (loss, accuracy, confusion). Metrics of a single "
-        "client never leave it.",
+        description="Metrics with permission to leave the site, by name without the model (loss, accuracy, confusion). Metrics "
+        "of a single client never leave it.",
     )
     differential_privacy: bool = Field(
         False,
@@ -145,7 +145,7 @@ class SitePolicy(Settings):
             raise self.reject(
                 "hours",
                 f"it is {now:%H:%M} at the site, and runs are allowed at {', '.join(self.hours)}",
-                "Repeat the command in these hours. The run resumes from its last commit.",
+                "Repeat the command in the allowed hours. The run resumes from its last commit.",
             )
         if self.maximum_rounds is not None and round_number > self.maximum_rounds:
             raise self.reject(
@@ -164,7 +164,7 @@ class SitePolicy(Settings):
             raise self.reject(
                 "minimum_clients",
                 f"the site has {clients} clients in this run, fewer than {self.minimum_clients}",
-                "Change data.partition or data.split, so that the site has more clients.",
+                "Change data.partition or data.split to give the site more clients.",
             )
 
     def check_cohorts(self, config: Config, clients: int) -> None:
@@ -189,7 +189,7 @@ class SitePolicy(Settings):
             )
 
     def withhold_metrics(self, metrics: Metrics, clients: int) -> Metrics:
-        """Return the metrics that may leave the site.
+        """Select the metrics with permission to leave the site.
 
         Args:
             metrics: Metrics by name.
@@ -213,7 +213,7 @@ def _parse_hours(text: str) -> tuple[time, time]:
 
 
 def _contains(hours: str, moment: time) -> bool:
-    """Return whether an interval contains a time of day. An interval with a later begin than end contains midnight."""
+    """Return whether an interval contains a time of day. An interval contains midnight if it ends before its start."""
     begin, end = _parse_hours(hours)
     return begin <= moment < end if begin < end else moment >= begin or moment < end
 
@@ -258,6 +258,6 @@ def find_policy(site: str) -> SitePolicy | None:
     known = ", ".join(policies)
     what = f"site {site!r} has no policy on this node" if site else "the run has no sites"
     raise PolicyError(
-        f"a node of the cluster with a policy for site {known} rejects the run: {what}. Declare the site in data.sites, or select "
-        f"other nodes with ray.options.label_selector."
+        f"a node of the cluster with a policy for site {known} rejects the run: {what}. Declare the site in data.sites, or exclude "
+        f"this node with ray.options.label_selector."
     )

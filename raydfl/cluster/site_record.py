@@ -128,7 +128,7 @@ class SiteRecord:
         except (ValueError, RecursionError) as error:
             raise RunDirectoryError(
                 f"site {self.site!r}: the last line of its record {self.path} is damaged: {error}. Run `raydfl site audit` at the "
-                f"site. Move the damaged record to another place to start a new one."
+                f"site. Move the damaged record to another place to start a new record."
             ) from error
         return Head(entry["number"], entry["hash"])
 
@@ -203,7 +203,7 @@ def read_heads(run_dir: Path, site: str) -> list[Head]:
 
 
 class HeadKeeper:
-    """Pool that stores the heads of the sites' records in the run's folder, before the server uses the replies."""
+    """Pool with storage of the heads of the sites' records in the run's folder, before the server uses the replies."""
 
     def __init__(self, pool: Pool, run_dir: Path) -> None:
         self._pool = pool

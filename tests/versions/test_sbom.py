@@ -1,4 +1,4 @@
-"""The software bill of materials: the required fields of CycloneDX, and one component for each line of constraints.txt."""
+"""The software bill of materials: the required fields of CycloneDX, and a component for each line of constraints.txt."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ from raydfl.core.version import describe_source
 from raydfl.engine.storage.trust import find_executed_files, find_module_files, find_references, parse_imports
 
 _KNOWN = frozenset({*sys.stdlib_module_names, "raydfl"})
-"""Modules that need no search: the standard library, and raydfl, whose source has a digest of its own."""
+"""Modules without a search: the standard library, and raydfl with a digest of its own."""
 _LOADERS = frozenset(
     {"__import__", "import_module", "exec", "eval", "run_path", "run_module", "spec_from_file_location"}
 )
-"""Functions that load code by a computed name, which static analysis cannot follow."""
+"""Functions for code with a computed name, unknown to static analysis."""
 
 
 @dataclass(frozen=True)
 class ComponentDigest:
-    """Digest of a method, a rule or another class in a configuration, with the code that it covers."""
+    """Digest of a method, a rule or another class in a configuration, with the covered code."""
 
     kind: str
     """``"method"``, ``"rule"`` or ``"code"`` (a user's class anywhere else in the configuration)."""
@@ -47,7 +47,7 @@ class ComponentDigest:
     packages: Mapping[str, str]
     """Version and digest of the installed files of each imported package, by its name."""
     unresolved: tuple[str, ...]
-    """Lines that load code by a computed name: ``file.py:12``. The digest does not cover this code."""
+    """Lines with a computed name of code: ``file.py:12``. The digest does not cover this code."""
 
 
 def digest_values(values: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def _digest_component(kind: str, name: str, setting: Any) -> ComponentDigest:
 
 
 class _CoveredCode:
-    """Code of a class: its file, and all modules that the file imports, directly or indirectly."""
+    """Code of a class: its file, and all modules with a direct or indirect import."""
 
     def __init__(self) -> None:
         self.files: dict[Path, tuple[str, str]] = {}
@@ -104,7 +104,7 @@ class _CoveredCode:
         self.unresolved: list[str] = []
 
     def add(self, start: Path, top: str) -> None:
-        """Add a file with its imports, or the package that has installed it.
+        """Add a file with its imports, or its installed package.
 
         Args:
             start: The file.
@@ -137,7 +137,7 @@ class _CoveredCode:
         return package is not None
 
     def _find(self, name: str, folder: Path) -> list[tuple[Path, Path]]:
-        """Find the files that an import executes, each with the folder of the import. Add an installed package instead.
+        """Find the executed files of an import, each with the folder of the import. Add an installed package instead.
 
         Args:
             name: Dotted name of the module.
@@ -186,7 +186,7 @@ def _match_package(name: str, path: Path) -> Distribution | None:
 
 
 def _describe_package(package: Distribution) -> str:
-    """Return a package's version, and a digest of the digests that its installation has recorded for its code."""
+    """Return a package's version, and a digest of the recorded digests of its files."""
     recorded = sorted(
         f"{file} {file.hash.value}"
         for file in package.files or ()
@@ -196,7 +196,7 @@ def _describe_package(package: Distribution) -> str:
 
 
 def _list_computed_imports(code: bytes) -> list[int]:
-    """List the lines that call a function of :data:`_LOADERS`."""
+    """List the lines with a call of a function of :data:`_LOADERS`."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     names = [call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in calls]
     return sorted(call.lineno for call, name in zip(calls, names, strict=True) if name in _LOADERS)
