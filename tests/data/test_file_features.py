@@ -306,7 +306,7 @@ def test_unusable_matrices_are_rejected(tmp_path: Path, write: Write, matrix: np
 def test_pickled_objects_are_not_opened(tmp_path: Path) -> None:
     path = write_npy_folder(tmp_path / "features", compute_log_mels())
     np.save(path / "w0" / "g0" / "1.npy", np.array([{}], object))
-    with pytest.raises(DataError, match=r"1\.npy cannot be read: .*Python objects in dtype"):
+    with pytest.raises(DataError, match=r"1\.npy: cannot be read: .*Python objects in dtype"):
         prepare_store(make_file_features(path), tmp_path / "cache")
 
 

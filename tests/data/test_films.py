@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Raydfl
-from films import write_film
+from films import block_module, write_film
 from seen_and_heard import NETWORK
 
 from raydfl.cli.describe import describe_data
@@ -104,16 +104,6 @@ def job(tmp_path: Path) -> Path:
     }
     (tmp_path / "job.yaml").write_text(to_yaml(settings | surroundings, flow=False))
     return tmp_path / "job.yaml"
-
-
-def block_module(name: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Make the import of a module fail, in this process and in a new helper for files."""
-    folder = folder / "blocked"
-    folder.mkdir()
-    (folder / f"{name}.py").write_text("raise ImportError('it is not installed')")
-    patch.setitem(sys.modules, name, None)
-    patch.syspath_prepend(folder)
-    patch.setenv("PYTHONPATH", str(folder))
 
 
 def test_silent_and_broken_videos_and_a_missing_decoder_are_reported(

@@ -154,14 +154,52 @@ def digest_features(
     missing: dict[int, str] = {}
     for kind in np.unique(noisy).tolist():
         path = settings.noisy_file() if kind else settings.path
-        source = _open_cached(path, *_read_stamp(path))
         numbers = np.flatnonzero(noisy == kind).tolist()
-        for number, result in source.digest({number: clips[number] for number in numbers}, cache, progress).items():
+        reasons = call_isolated(_explain_absences, path, [clips[number] for number in numbers], where=str(path))
+        missing |= {number: reason for number, reason in zip(numbers, reasons, strict=True) if reason is not None}
+        present = {number: clips[number] for number in numbers if number not in missing}
+        digest = _digest_folder if path.is_dir() else _digest_file
+        for number, result in digest(path, present, cache, progress).items():
             if isinstance(result, str):
                 missing[number] = result
             else:
                 digests[number] = result
     return digests, missing
+
+
+def _explain_absences(path: Path, clips: Sequence[str]) -> list[str | None]:
+    """Return the reason of each clip's absence in a file, or None. A folder is not searched."""
+    source = _open(path)
+    if isinstance(source, _Folder):
+        return [None] * len(clips)
+    return [None if clip in source.names else source.explain_absence(clip) for clip in clips]
+
+
+def _digest_file(
+    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
+) -> dict[int, bytes | str]:
+    """Return the digest of each clip's features in a file, by the clip's number."""
+    whole = digest_files({0: str(path.absolute())}, cache, progress)[0]
+    if isinstance(whole, OSError):
+        with _name_file(path):
+            raise whole
+    return {
+        number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
+        for number, clip in clips.items()
+    }
+
+
+def _digest_folder(
+    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
+) -> dict[int, bytes | str]:
+    """Return the digest of each clip's file in a folder, or the reason for its absence, by the clip's number."""
+    files = {number: str((path / f"{clip}.npy").absolute()) for number, clip in clips.items()}
+    return {
+        number: f"{files[number]} cannot be read: {result.strerror or result}"
+        if isinstance(result, OSError)
+        else result
+        for number, result in digest_files(files, cache, progress).items()
+    }
 
 
 def explain_missing(clips: Sequence[str], missing: Mapping[int, str]) -> DataError:
@@ -233,19 +271,6 @@ class _File:
         examples, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
         return f"{self.path} has no array {clip!r}, but {len(names)} others ({examples}{more})"
 
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
-        """Return each clip's digest of its features, or the reason for their absence, by the clip's number."""
-        whole = digest_files({0: str(self.path.absolute())}, cache, progress)[0]
-        if isinstance(whole, OSError):
-            with _name_file(self.path):
-                raise whole
-        return {
-            number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
-            if clip in self.names
-            else self.explain_absence(clip)
-            for number, clip in clips.items()
-        }
-
 
 class _Npz(_File):
     """An ``.npz`` file, read as a zip archive. ``numpy.load`` searches a list, which is slow for many names."""
@@ -281,17 +306,6 @@ class _Folder(_File):
             folders.sort()
             names = (Path(folder) / name for name in sorted(files) if name.endswith(".npy"))
             yield from (str(name.relative_to(self.path).with_suffix("")) for name in names)
-
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
-        with _name_file(self.path):
-            self.path.stat()
-        files = {number: str(self._path(clip).absolute()) for number, clip in clips.items()}
-        return {
-            number: f"{files[number]} cannot be read: {result.strerror or result}"
-            if isinstance(result, OSError)
-            else result
-            for number, result in digest_files(files, cache, progress).items()
-        }
 
     def _path(self, clip: str) -> Path:
         return self.path / f"{clip}.npy"

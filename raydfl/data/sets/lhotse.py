@@ -25,6 +25,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import check_regular
 from raydfl.core.isolation import reading
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
@@ -109,6 +110,8 @@ def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
         file: the list, optionally compressed with gzip.
         folder: base of relative paths of recordings.
     """
+    with reading(file):
+        check_regular(file.stat())
     with reading(file), (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

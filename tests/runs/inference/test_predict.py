@@ -8,7 +8,6 @@ import io
 import math
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl
+from films import block_module
 from used_runs import LABELS, RATE, Finished, execute_run, make_run_config, make_wave, write_recordings
 
 from raydfl import classify, load_model, load_result
@@ -336,7 +336,7 @@ def test_every_kind_of_recording_in_a_folder_is_classified(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)  # as without the extra video
+    block_module("av", tmp_path.parent / f"{tmp_path.name}-modules", monkeypatch)  # as without the extra video
     tone, rate = soundfile.read(mutual.test_files[0], dtype="float32")
     for name in ("a.aiff", "b.au", "c.MP3"):
         soundfile.write(tmp_path / name, tone, rate, format="MP3" if name == "c.MP3" else None)
