@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from raydfl.runs import Result
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray. To start: raydfl init, then raydfl run jobs/quickstart.yaml",
+    help="Federated learning for audio on Ray. To start: raydfl init, then raydfl run jobs/tiny.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -100,8 +100,8 @@ def init_command(
     written = write_examples(folder)
     print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all exist)'}")  # noqa: T201
     before = "" if display_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
-    print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
-    print("or, in seconds and without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
+    print(f"start with: {before}raydfl run jobs/tiny.yaml  # seconds, without Ray")  # noqa: T201
+    print("then, on a Ray cluster on this machine: raydfl run jobs/quickstart.yaml")  # noqa: T201
 
 
 @app.command("run", cls=TakesSettings)
