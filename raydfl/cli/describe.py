@@ -6,6 +6,7 @@ import contextlib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -189,7 +190,7 @@ def _sample_length(manifest: pa.Table) -> str:
     if {"start", "stop"} & {*manifest.column_names}:
         return unknown
     paths = [path for path in manifest.column("path").to_pylist() if path is not None]
-    chosen = np.unique(np.linspace(0, len(paths) - 1, _SAMPLED).astype(int)) if paths else []
+    chosen: Any = np.unique(np.linspace(0, len(paths) - 1, _SAMPLED).astype(int)) if paths else []
     seconds = []
     for index in chosen:
         with contextlib.suppress(DataError):  # archives, URIs, images and videos have no such header
