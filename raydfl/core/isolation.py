@@ -199,7 +199,7 @@ class _Helper:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """True until the process has ended."""
         return self._process.poll() is None
 
     def map(
@@ -312,7 +312,7 @@ class _Service:
 
     @contextlib.contextmanager
     def note(self, place: str) -> Iterator[None]:
-        """Tell the parent the file of a crash, and restart the time limit, unless the parent knows a file already."""
+        """Send the parent the file of a crash, and restart the time limit, unless the parent knows a file already."""
         self._depth += 1
         try:
             if self._depth == 1:

@@ -280,7 +280,7 @@ class StopSettings(MetricChoice):
 
     @property
     def by_metric(self) -> bool:
-        """Whether a metric may end the training."""
+        """True if a metric may end the training."""
         return self.epsilon is None or self.metric is not None
 
 

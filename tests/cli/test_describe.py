@@ -15,7 +15,7 @@ SPLIT = {"test": {"by": "clip", "fraction": 0.5}}
 
 
 def describe(root: Path, counts: dict[str, int], seconds: list[float]) -> str:
-    """Write empty recordings, the lengths by turns, and return the description in one line."""
+    """Write empty recordings, the lengths by turns, and return the description as a line."""
     for label, count in counts.items():
         (root / label).mkdir()
         for take in range(count):
