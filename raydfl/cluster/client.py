@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -173,9 +174,10 @@ def define_actor(
     Raises:
         ConfigError: Ray rejects the options.
     """
-    labels = dict(settings.options.label_selector)
+    # Ray 2.60 does not ignore the space in "in(a, b)": the second value would match no node.
+    labels = {name: re.sub(r"\s+", "", value) for name, value in (settings.options.label_selector or {}).items()}
     if excluded:
-        labels.setdefault(_NODE, f"!in({', '.join(sorted(excluded))})")
+        labels.setdefault(_NODE, f"!in({','.join(sorted(excluded))})")
     try:
         return ray.remote(ClientActor).options(
             num_cpus=kind.cpus,
