@@ -19,7 +19,7 @@ import pyarrow as pa
 import soundfile
 import torch
 
-from raydfl.core.errors import DataError, InputError
+from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.data import DataSettings, Examples, Population, list_clips
 from raydfl.data.features import WaveFeatures
@@ -109,21 +109,22 @@ def _predict(
     )
     predicted, truth = answers.argmax(axis=1), test.labels[first]
     order = np.lexsort((-answers.max(axis=1), predicted == truth))
-    source, dataset = manifest.take(numbers[order]), data.source.open()
-    for rank, (place, row) in enumerate(zip(order.tolist(), source.to_pylist(), strict=True)):
+    rows = manifest.take(numbers[order]).to_pylist()
+    wrong = (
+        min(_RECORDINGS, int(np.count_nonzero(predicted != truth))) if isinstance(data.features, WaveFeatures) else 0
+    )
+    sounds = iter(data.source.read_waves(rows[:wrong]))
+    for rank, (place, row) in enumerate(zip(order.tolist(), rows, strict=True)):
         name = f"{part}:{row['clip']}" if part else row["clip"]
-        is_kept = predicted[place] != truth[place] and rank < _RECORDINGS and isinstance(data.features, WaveFeatures)
+        sound = next(sounds, None)
         recording = ""
-        if is_kept:
+        if isinstance(sound, tuple):  # An error if the features are cached without their recordings.
             recording = f"{part}-{rank:02}.wav" if part else f"{rank:02}.wav"
-            try:
-                samples, rate = dataset.read(row)
-            except DataError:  # The features may be cached without their recordings.
-                recording = ""
-            else:
-                folder.mkdir(exist_ok=True)
-                samples = samples.reshape(len(samples), -1)[: _SECONDS * rate, 0]
-                soundfile.write(folder / recording, samples, rate, subtype="PCM_16")
+            samples, rate = sound
+            folder.mkdir(exist_ok=True)
+            soundfile.write(
+                folder / recording, samples.reshape(len(samples), -1)[: _SECONDS * rate, 0], rate, subtype="PCM_16"
+            )
         yield PredictedClip(
             name,
             row["group"] or "",
