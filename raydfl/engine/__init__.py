@@ -17,6 +17,7 @@ from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
 from raydfl.engine.probe import try_models
+from raydfl.engine.rule_memory import compute_kept_bytes
 from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
 from raydfl.engine.software import check_same_software, describe_software
@@ -50,6 +51,7 @@ __all__ = [
     "build_fixed_tensors",
     "build_models",
     "check_same_software",
+    "compute_kept_bytes",
     "count_parameters",
     "describe_run",
     "describe_software",
