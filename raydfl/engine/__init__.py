@@ -16,6 +16,7 @@ from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, sp
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
+from raydfl.engine.privacy_audit import audit_model
 from raydfl.engine.probe import try_models
 from raydfl.engine.rule_memory import compute_kept_bytes
 from raydfl.engine.selection import Criterion, Leader, holds_out
@@ -48,6 +49,7 @@ __all__ = [
     "add_spans",
     "apply_overrides",
     "apply_values",
+    "audit_model",
     "build_fixed_tensors",
     "build_models",
     "check_same_software",
