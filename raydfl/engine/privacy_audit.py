@@ -164,7 +164,8 @@ def _measure_movement(config: Config, clients: Clients, state: State) -> np.ndar
         FlatTensors.from_tensors(of_state.tensors[Gaussian.key])
         for of_state in (make_initial_state(config, clients, variants), state)
     )
-    return last.vector.astype(np.float64) - first.vector
+    movement: np.ndarray = last.vector.astype(np.float64) - first.vector
+    return movement
 
 
 def compute_normal_epsilon(mean: float, deviation: float, delta: float) -> float:
