@@ -79,7 +79,6 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "methods.md",
         "papers.md",
         "objectives.md",
-        "observability.md",
         "own-method.md",
         "pretrained.md",
         "recordings.md",
@@ -87,7 +86,6 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "report.md",
         "results.md",
         "security.md",
-        "silos.md",
         "start.md",
         "studies.md",
         "tour.md",
@@ -316,7 +314,7 @@ def test_each_override_point_and_each_member_of_a_step_is_described() -> None:
 
 def test_the_dashboard_queries_exactly_the_metrics_of_the_page() -> None:
     """tests/cluster checks the export of these metrics."""
-    documented = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("observability.md").read_text()))
+    documented = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("report.md").read_text()))
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queried = [re.findall(r"ray_raydfl_(\w+)", query) for query in queries]
