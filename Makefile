@@ -28,7 +28,7 @@ help:
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make tables    the tables and figures of the docs, from the JSON files in benchmarks/results'
 	@echo 'make fuzz      an hour of damaged files of every format that raydfl reads (docs/recordings.md)'
-	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
+	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/speed.md#gpus)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research, FedJAX; BlazeFL too if Python 3.12 or newer is there'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)

@@ -9,7 +9,7 @@
 4. Clients a second for three networks at 12, 100 and 500 clients a round, beside a bare loop of torch.nn's modules
    (cuDNN) over the same batches, and the fraction of the time in which the GPU computes.
 
-It prints one table at the end and writes gpu_check.json. The exit code is 0 if nothing failed, else 1. docs/gpu.md has
+It prints one table at the end and writes gpu_check.json. The exit code is 0 if nothing failed, else 1. docs/speed.md#gpus has
 the details.
 """
 

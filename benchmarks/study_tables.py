@@ -10,6 +10,8 @@ between them:
     <!-- conclusions of studies -->
     <!-- end of conclusions -->
 
+The values by seed are in benchmarks/results/NAME.md.
+
     python benchmarks/study_tables.py            # all pages
     python benchmarks/study_tables.py --check    # change nothing; exit code 1 if a page differs from the JSON files
 """
@@ -39,6 +41,8 @@ from raydfl.runs.report import Plot
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STUDIES = ROOT / "benchmarks" / "studies"
+RESULTS = ROOT / "benchmarks" / "results"
+_MAIN_NOTES = re.compile(r"^(Headline|A conclusion needs|Did not learn)|unfinished")
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
@@ -51,27 +55,31 @@ def read_results(study_file: str) -> StudyResults:
 
 
 def format_block(study_file: str, results: StudyResults) -> str:
-    """Format the text of a page about a study: plan, tables, notes, values by seed, figure and command."""
+    """Format the text of a page about a study: plan, tables, main notes, figure and command."""
     study, settings = results.study, results.study.settings
-    headings, lines = make_full_table(results)
-    summary = make_summary_table(results)
-    hidden = [name for name in headings if name not in summary[0] or name in study.axes]
-    places = [headings.index(name) for name in hidden]
-    more = hidden, [[line[place] for place in places] for line in lines]
     controls = make_controls_table(results)
     name = Path(study_file).stem
     parts = [
         f"**Question:** {settings.question}" * bool(settings.question),
         settings.note,
-        format_markdown(summary),
+        format_markdown(make_summary_table(results)),
         format_markdown(controls) if controls[1] else "",
-        "\n".join(f"- {note}" for note in describe_results(results)),
+        "\n".join(f"- {note}" for note in describe_results(results) if _MAIN_NOTES.search(note)),
         "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
-        f"<details><summary>Values by seed, and budgets</summary>\n\n{format_markdown(more)}\n\n</details>",
-        format_repetition(results),
+        f"[Settings, budgets and values by seed](../benchmarks/results/{name}.md). {format_repetition(results)}",
         f"<!-- test: skip: trains for long -->\n```bash\n{make_command(study_file, study)}\n```",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def format_details(results: StudyResults) -> str:
+    """Format the file with all notes of a study, its values by seed and its budgets."""
+    headings, lines = make_full_table(results)
+    summary = make_summary_table(results)
+    places = [place for place, name in enumerate(headings) if name not in summary[0] or name in results.study.axes]
+    table = [headings[place] for place in places], [[line[place] for place in places] for line in lines]
+    notes = "\n".join(f"- {note}" for note in describe_results(results))
+    return f"# {results.study.settings.title}\n\n{notes}\n\n{format_markdown(table)}\n"
 
 
 def format_repetition(results: StudyResults) -> str:
@@ -169,10 +177,11 @@ def draw_figures(study_file: str, results: StudyResults) -> None:
 
 
 def update(page: Path, check: bool) -> bool:
-    """Write the blocks of a page, and return whether the page differed from the JSON files."""
+    """Write the blocks of a page and its studies' details, and return whether any differed from the JSON files."""
     before = text = page.read_text(encoding="utf-8")
     results = {match["study"]: read_results(match["study"]) for match in _BLOCK.finditer(text)}
     blocks = {study_file: format_block(study_file, found) for study_file, found in results.items()}
+    details = {RESULTS / f"{Path(file).stem}.md": format_details(found) for file, found in results.items()}
     if _LIST.search(text):
         text_of_list = format_list()
         text = _LIST.sub(lambda match: f"{match[1]}{text_of_list}{match[2]}", text)
@@ -180,11 +189,14 @@ def update(page: Path, check: bool) -> bool:
         conclusions = format_conclusions()
         text = _CONCLUSIONS.sub(lambda match: f"{match[1]}{conclusions}{match[2]}", text)
     made = _BLOCK.sub(lambda match: f"{match[1]}{blocks[match['study']]}{match[3]}", text)
+    differs = made != before or any(not file.exists() or file.read_text() != new for file, new in details.items())
     if not check:
         page.write_text(made, encoding="utf-8")
+        for file, new in details.items():
+            file.write_text(new, encoding="utf-8")
         for study_file, found in results.items():
             draw_figures(study_file, found)
-    return made != before
+    return differs
 
 
 def main() -> None:

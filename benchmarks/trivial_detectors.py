@@ -1,4 +1,4 @@
-"""Detect the anomalies of generated machines without a network: the table of docs/machines.md.
+"""Detect the anomalies of generated machines without a network: the table of docs/objectives.md#machine-anomaly-detection.
 
 Each machine has a detector of its own, fitted to normal training clips. The rows of a detector are statistics of a clip's
 log-mel frames. An area under the ROC curve (AUC) with 100 normal and 100 anomalous clips has a standard error of up to 0.04.

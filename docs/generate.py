@@ -73,9 +73,7 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
             "Attackers and rounds": (Attack, set())
         }
     elif page == "data.md":
-        classes = {heading: (cls, set()) for heading, cls in FEATURES.items()}
-    elif page == "views.md":
-        classes = {"Images": (ImageFeatures, set())}
+        classes |= {heading: (cls, set()) for heading, cls in FEATURES.items()}
     elif page == "studies.md":
         studies = {
             "The file": StudySettings,
@@ -90,7 +88,7 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
             "data.features of the kind pretrained": (PretrainedFeatures, set()),
             "Adapters": (Lora, set()),
         }
-    if page in ("configuration.md", "data.md", "views.md"):
+    if page in ("configuration.md", "data.md"):
         places = list_settings_groups(Config)
         for place, cls in places.items():
             inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
@@ -238,14 +236,15 @@ _KINDS_OF_PAGES = {
     "datasets.md": ("data sets",),
     "attacks.md": ("attacks",),
     "objectives.md": ("objectives",),
-    "transforms.md": ("transforms",),
+    "data.md": ("transforms",),
 }
 FEATURES = {
+    "Images": ImageFeatures,
     "Kaldi's filter bank": KaldiFeatures,
     "Features from a file": FileFeatures,
     "Features by a network of your own": ModelFeatures,
 }
-PAGE_OF_SETTINGS = {"data": "data.md", "data.views": "views.md"} | {
+PAGE_OF_SETTINGS = {"data": "data.md"} | {
     group: "configuration.md" for group in Config.model_fields if group != "data"
 }
 

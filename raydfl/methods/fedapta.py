@@ -18,7 +18,7 @@ Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; t
 is ``hdbscan`` by default (docs/methods.md#groups-of-clients). With ``ratio: 0``, ``drift: off`` and ``train.groups: none`` it is
 FedAvg to the bit.
 
-The paper's release cannot run: its solver, pruning, recovery and clustering are missing. docs/fedapta.md explains all readings. In
+The paper's release cannot run: its solver, pruning, recovery and clustering are missing. docs/papers.md#fedapta explains all readings. In
 short:
 
 - Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts

@@ -5,7 +5,7 @@ Understanding, CVPR 2015.
 
 The published validation set is raydfl's test set, because the labels of the published test set are not public. Its videos are
 left out, and missing videos are ignored. Only the loader was tested, on small trees in this layout and on one video. The
-complete job is ``jobs/modality_mirror/activitynet.yaml``; docs/views.md#videos explains videos.
+complete job is ``jobs/modality_mirror/activitynet.yaml``; docs/data.md#videos explains videos.
 """
 
 from __future__ import annotations

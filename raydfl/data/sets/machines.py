@@ -25,7 +25,7 @@ the changed strokes over the machine's power: 0 changes the whole clip, lower va
 
 All training clips are normal. Anomalous clips are in the test set, and in the optional validation set.
 
-Noise and level of the machines are described in docs/machines.md#generated-anomalies. To test each machine at its own client:
+Noise and level of the machines are described in docs/objectives.md#generated-anomalies. To test each machine at its own client:
 
     raydfl data info jobs/tiny.yaml data='{name: machines, ids: 3,
       split: {test: null, client_test: {by: split, values: [test]}}}'

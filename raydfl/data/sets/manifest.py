@@ -1,7 +1,7 @@
 """Your own recordings, listed in a CSV or Parquet file with their classes, and optionally owners and splits.
 
 Relative paths start at the folder of the list, or at ``root``. Files may have any format of libsndfile (wav, flac, ogg, opus,
-mp3, aiff, au, caf and more), any rate and any number of channels, or be videos (docs/views.md#videos). A clip's id is its path
+mp3, aiff, au, caf and more), any rate and any number of channels, or be videos (docs/data.md#videos). A clip's id is its path
 below the root. Mapped columns are renamed to ``path``, ``label``, ``group`` and ``split``. Further columns keep their names,
 and are available to splits and partitions. docs/data.md#manifest has examples.
 

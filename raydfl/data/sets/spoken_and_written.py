@@ -4,7 +4,7 @@ A small set with two views. Test recordings get the first images of their digit,
 MNIST has too few images, training recordings share images, but never with test recordings. Noise in either view, in training and
 test alike, controls how much the views can learn from each other.
 
-A single pair of MNIST's files is sufficient. docs/views.md explains views.
+A single pair of MNIST's files is sufficient. docs/data.md#views explains views.
 
     data:
       name: spoken_and_written

@@ -4,7 +4,7 @@ K. Soomro, A. R. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes 
 
 The 50 actions that UCF101 took from UCF50 have no sound. The official split is a fold of the lists. A video outside both lists
 is an error, and listed videos may be missing. Only the loader was tested, on small trees in this layout and on two videos of a
-class without sound. The complete job is ``jobs/modality_mirror/ucf101.yaml``; docs/views.md#videos explains videos.
+class without sound. The complete job is ``jobs/modality_mirror/ucf101.yaml``; docs/data.md#videos explains videos.
 
     data:
       name: ucf101

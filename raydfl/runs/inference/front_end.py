@@ -1,6 +1,6 @@
 """Description of a run's front end, complete enough to reimplement it in any language.
 
-``docs/using.md`` has a reimplementation in NumPy. A test compares it with :mod:`raydfl.data.features`.
+``jobs/front_end.py`` is a reimplementation in NumPy. A test compares it with :mod:`raydfl.data.features`.
 """
 
 from __future__ import annotations

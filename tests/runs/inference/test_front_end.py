@@ -1,9 +1,8 @@
-"""The NumPy front end and program of docs/using.md, compared with raydfl's features and predictions."""
+"""The NumPy front end and program in jobs/, compared with raydfl's features and predictions."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,23 +22,12 @@ from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
 from raydfl.runs.inference.front_end import describe_front_end
 
-PAGE = Path(__file__).parents[3] / "docs" / "using.md"
-
-
-def write_program(name: str, folder: Path) -> Path:
-    """Write a program printed on the page to a file."""
-
-    text = re.search(rf"```python\n(# {name}\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert text is not None
-    path = folder / name
-    path.write_text(text[1], encoding="utf-8")
-    return path
+JOBS = Path(__file__).parents[3] / "jobs"
 
 
 @pytest.fixture(scope="module")
-def front_end(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    path = write_program("front_end.py", tmp_path_factory.mktemp("program"))
-    spec = importlib.util.spec_from_file_location("documented_front_end", path)
+def front_end() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("documented_front_end", JOBS / "front_end.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -176,8 +164,7 @@ def test_the_printed_program_agrees_with_predict(name: str, request: pytest.Fixt
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     run: Finished = request.getfixturevalue(name)
-    write_program("front_end.py", tmp_path)
-    program = write_program("classify.py", tmp_path)
+    program = JOBS / "classify.py"
     exported = export_model(run.folder, tmp_path / "model.onnx")
     soundfile.write(tmp_path / "click.wav", make_wave(0, "low", 0, 0.02), RATE)
     soundfile.write(tmp_path / "stereo.flac", np.stack([make_wave(3, "high", 5, 0.7)] * 2, axis=1), 22_050)
