@@ -151,7 +151,7 @@ def audit_model(config: Config, population: Population, state: State, delta: flo
 
 def _get_clip(config: Config) -> float:
     rule = config.components.rule
-    return rule.clip if isinstance(rule, Gaussian) else 1.0
+    return rule.first_clip if isinstance(rule, Gaussian) else 1.0
 
 
 def _measure_movement(config: Config, clients: Clients, state: State) -> np.ndarray:
