@@ -86,11 +86,8 @@ def format_repetition(results: StudyResults) -> str:
     """Format the introduction of :func:`make_command`, with the range of scores of a successful repetition."""
     contestant = results.contestants[0]
     low, high = contestant.score(results.summary).interval
-    expected = (
-        f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean. "
-        f"Values by seed are equal only with the same processor and compiled operators, because training amplifies rounding."
-    )
-    return f"Repeat one cell in a checkout of the repository (the result is not stored).{expected * math.isfinite(low)}"
+    expected = f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean."
+    return f"Repeat one cell in a checkout.{expected * math.isfinite(low)}"
 
 
 def make_command(study_file: str, study: Study) -> str:
@@ -139,7 +136,7 @@ def format_conclusions() -> str:
             if settings.confirmatory and contestant.difference and contestant.conclusion != "unfinished":
                 control = ", ".join(settings.control.get(axis, "") for axis in results.study.axes).strip(", ")
                 labels, unit = ", ".join(contestant.labels), contestant.metrics[0].title
-                link = f"[{settings.title}](../benchmarks/studies/{path.name})"
+                link = f"[{path.stem}](../benchmarks/studies/{path.name})"
                 lines.append(
                     [
                         link,
