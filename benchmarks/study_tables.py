@@ -103,7 +103,7 @@ def make_command(study_file: str, study: Study) -> str:
 
 
 def format_list() -> str:
-    """Format the list of confirmatory studies: question, finished runs, hours of work."""
+    """Format the list of confirmatory studies with unfinished runs: question, finished runs, hours of work."""
     lines = []
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
@@ -115,6 +115,8 @@ def format_list() -> str:
             ]
         except ConfigError:  # The tuning is unfinished.
             study, found = load_study(path, ["tuned=null"]), []
+        if len(found) == len(study.trials):
+            continue
         hours = sum(result.budget.get("client seconds", 0.0) for result in found) / 3600
         link = f"[{path.stem}](../benchmarks/studies/{path.name})"
         lines.append([link, study.settings.question, f"{len(found)} of {len(study.trials)}", f"{hours:.1f}"])
