@@ -86,11 +86,8 @@ def format_repetition(results: StudyResults) -> str:
     """Format the introduction of :func:`make_command`, with the range of scores of a successful repetition."""
     contestant = results.contestants[0]
     low, high = contestant.score(results.summary).interval
-    expected = (
-        f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean. "
-        f"Values by seed are equal only with the same processor and compiled operators, because training amplifies rounding."
-    )
-    return f"Repeat one cell in a checkout of the repository (the result is not stored).{expected * math.isfinite(low)}"
+    expected = f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean."
+    return f"Repeat one cell in a checkout.{expected * math.isfinite(low)}"
 
 
 def make_command(study_file: str, study: Study) -> str:
@@ -106,7 +103,7 @@ def make_command(study_file: str, study: Study) -> str:
 
 
 def format_list() -> str:
-    """Format the list of confirmatory studies: question, finished runs, hours of work."""
+    """Format the list of confirmatory studies with unfinished runs: question, finished runs, hours of work."""
     lines = []
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
@@ -118,6 +115,8 @@ def format_list() -> str:
             ]
         except ConfigError:  # The tuning is unfinished.
             study, found = load_study(path, ["tuned=null"]), []
+        if len(found) == len(study.trials):
+            continue
         hours = sum(result.budget.get("client seconds", 0.0) for result in found) / 3600
         link = f"[{path.stem}](../benchmarks/studies/{path.name})"
         lines.append([link, study.settings.question, f"{len(found)} of {len(study.trials)}", f"{hours:.1f}"])
@@ -139,7 +138,7 @@ def format_conclusions() -> str:
             if settings.confirmatory and contestant.difference and contestant.conclusion != "unfinished":
                 control = ", ".join(settings.control.get(axis, "") for axis in results.study.axes).strip(", ")
                 labels, unit = ", ".join(contestant.labels), contestant.metrics[0].title
-                link = f"[{settings.title}](../benchmarks/studies/{path.name})"
+                link = f"[{path.stem}](../benchmarks/studies/{path.name})"
                 lines.append(
                     [
                         link,

@@ -73,9 +73,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "data.md",
         "datasets.md",
         "engine.md",
-        "examples.md",
         "index.md",
-        "install.md",
         "methods.md",
         "papers.md",
         "objectives.md",
@@ -88,7 +86,6 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "security.md",
         "start.md",
         "studies.md",
-        "tour.md",
         "using.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
@@ -179,7 +176,7 @@ def _shorten(command: list[str]) -> list[str]:
 
 
 _NOTEBOOK: dict[str, Any] = {"__name__": "__main__"}
-"""Namespace shared by the cells of the notebook tour.md. Blocks of all further pages are independent programs."""
+"""Namespace shared by the cells of the notebook reference.md. Blocks of all further pages are independent programs."""
 
 
 def _run_python(block: Block, folder: Path) -> None:
@@ -187,7 +184,7 @@ def _run_python(block: Block, folder: Path) -> None:
         _run([sys.executable, "-c", block.text], block, folder)
     else:
         program = compile(block.text, block.name, "exec", dont_inherit=True)
-        exec(program, _NOTEBOOK if block.page.name == "tour.md" else {"__name__": "__main__"})
+        exec(program, _NOTEBOOK if block.page.name == "reference.md" else {"__name__": "__main__"})
 
 
 def _run(command: list[str], block: Block, folder: Path) -> None:

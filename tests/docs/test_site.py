@@ -29,7 +29,7 @@ def test_the_site_builds_and_rejects_a_broken_anchor(tmp_path: Path) -> None:
 
     result = build()
     assert result.returncode == 0, result.stderr
-    with (tmp_path / "docs" / "install.md").open("a", encoding="utf-8") as page:
+    with (tmp_path / "docs" / "start.md").open("a", encoding="utf-8") as page:
         page.write("\n[broken](data.md#nowhere)\n")
     broken = build()
     assert broken.returncode != 0

@@ -53,7 +53,7 @@ def test_the_tests_of_the_oldest_and_newest_versions_exist(test: str) -> None:
 
 
 def test_the_docs_list_the_oldest_and_newest_versions() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (ROOT / "docs" / "start.md").read_text()
     rows = {
         name.lower(): ends for name, *ends in re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     }
