@@ -110,6 +110,9 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
     If the folder of run.name exists, resume that run. Ctrl-C stops after the current round.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.engine import load_config
     from raydfl.runs import run
 
