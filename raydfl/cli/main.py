@@ -135,6 +135,9 @@ def resume_command(
     Settings that do not affect the results of a round may change: train.rounds, run.stop.patience, run.commit_every, ray.*,
     track.* and more.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs import resume
 
     with show_progress(quiet, as_json) as progress:
@@ -204,6 +207,9 @@ def report_command(
     ] = None,
 ) -> None:
     """Write an HTML report of one run, or a comparison of several runs."""
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import measure_run, write_page
 
     if out is None:
@@ -221,6 +227,9 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
     The command reads the files of the run and trains nothing.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import find_problems, judge, measure_run
 
     run = measure_run(directory.resolve())

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import DataError, RaydflError
+from raydfl.core.errors import DataError, RaydflError, explain_failure, translate_failures
 from raydfl.core.memory import read_free_memory
 
 ENVIRONMENT = (
@@ -135,26 +135,11 @@ def reading(place: str | os.PathLike[str], problem: str = "cannot be read", reme
         DataError: the body raised an exception.
     """
     note = contextlib.nullcontext() if _service is None else _service.note(os.fspath(place))
-    try:
-        with note:
-            yield
-    except RaydflError:
-        raise
-    except Exception as error:
-        reason = explain_failure(error).removesuffix(".")
-        raise DataError(f"{place}: {problem}: {reason}{'. ' * bool(remedy)}{remedy}") from error
-
-
-def explain_failure(error: Exception) -> str:
-    """Return the reason of a reader's failure in a message."""
-    if isinstance(error, MemoryError):
-        limit = "" if _service is None else f" of {_service.memory / (1 << 30):.1f} GiB"
-        return f"it needs more memory than the limit{limit}. If the file is small, it is damaged: copy it again"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, LookupError | TypeError | AttributeError):  # Their messages alone are often a bare name.
-        return f"{type(error).__name__}: {error!s:.500}"
-    return f"{error!s:.500}" or type(error).__name__
+    with (
+        translate_failures(lambda reason: DataError(f"{place}: {problem}: {reason}{'. ' * bool(remedy)}{remedy}")),
+        note,
+    ):
+        yield
 
 
 class _EndedError(Exception):
