@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ def check_tables(run_dir: Path) -> None:
     """Read all tables of a run in a helper process: its population (Arrow) and metrics (Parquet). Unchanged files are read once.
 
     Raises:
-        RunDirectoryError: a population has invalid values, or the reader of a file crashes or exceeds a limit.
+        RunDirectoryError: a table has invalid values, or its reader crashes or exceeds a limit.
     """
     files = [*(run_dir / "population").rglob("*.arrow"), *(run_dir / "rows").glob("*.parquet")]
     stamps = {path: (status.st_size, status.st_mtime_ns) for path in sorted(files) if (status := path.stat())}
@@ -38,26 +38,20 @@ def _read_tables(paths: Sequence[Path]) -> None:
     for path in paths:
         with reading(path, "is missing or damaged", "Restore it from a copy, or restart the run in a new folder"):
             check_regular(path.stat())
-            if path.suffix == ".arrow":
-                _validate(path)
-            else:
-                _decode(path)
+            for batch in _decode(path):
+                batch.validate(full=True)  # Other code trusts offsets and indices.
 
 
-def _validate(path: Path) -> None:
-    """Check all values of an Arrow file, because its reader trusts offsets and indices."""
-    with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
-        for number in range(reader.num_record_batches):
-            reader.get_batch(number).validate(full=True)
-
-
-def _decode(path: Path) -> None:
-    """Decode a Parquet file. The reader of metrics reports its errors, and a run resumes without metrics."""
+def _decode(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a table. The command's own reader reports a file that cannot be decoded."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for _ in file.iter_batches():
-                pass
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as table:
+                yield from table.iter_batches()
+        else:
+            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+                yield from map(reader.get_batch, range(reader.num_record_batches))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001, S110  (See above.)
-        pass
+    except Exception:  # noqa: BLE001  (A decoder may raise anything.)
+        return
