@@ -110,6 +110,9 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
     If the folder of run.name exists, resume that run. Ctrl-C stops after the current round.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.engine import load_config
     from raydfl.runs import run
 
@@ -132,6 +135,9 @@ def resume_command(
     Settings that do not affect the results of a round may change: train.rounds, run.stop.patience, run.commit_every, ray.*,
     track.* and more.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs import resume
 
     with show_progress(quiet, as_json) as progress:
@@ -201,6 +207,9 @@ def report_command(
     ] = None,
 ) -> None:
     """Write an HTML report of one run, or a comparison of several runs."""
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import measure_run, write_page
 
     if out is None:
@@ -218,6 +227,9 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
     The command reads the files of the run and trains nothing.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import find_problems, judge, measure_run
 
     run = measure_run(directory.resolve())

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
 from raydfl.core.noise_key import NoiseKey
 from raydfl.core.types import Metrics, Ratio, State, Update
 from raydfl.engine.accounting import Mechanism, check_library
@@ -222,10 +222,10 @@ def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
     Raises:
         RunDirectoryError: A value is missing or of a wrong type.
     """
-    try:
+    with translate_failures(
+        lambda reason: RunDirectoryError(f"run.json: the group privacy is damaged ({reason}). Restore it from a copy")
+    ):
         kinds = {field.name: type(stored[field.name]) for field in dataclasses.fields(Mechanism)}
         if kinds != {"clients": int, "cohort": int, "draw": str, "noise": float, "delta": float}:
             raise ValueError("a value has a wrong type")
         return Mechanism(**{name: stored[name] for name in kinds})
-    except (KeyError, ValueError) as error:
-        raise RunDirectoryError(f"run.json: the group privacy is damaged ({error}). Restore it from a copy") from error

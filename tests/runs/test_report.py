@@ -422,16 +422,16 @@ def break_file(folder: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.json", b"[" * 100_000, r"run.json is damaged: maximum recursion depth exceeded .*[.] Restore it"),
+        ("run.json", b"[" * 100_000, r"run.json cannot be read: it is nested too deep[.] Restore it"),
         (
             "config.yaml",
             b"a: " + b"[" * 30_000,
-            r"config.yaml is damaged: it: line 1 is nested more than 100 levels deep",
+            r"config.yaml: line 1 is nested more than 100 levels deep",
         ),
-        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is damaged: it is not valid YAML in line 2, .*[.] Restore it"),
+        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is not valid YAML in line 2, .*[.] Restore it"),
         ("config.yaml", b"- a list", r"config.yaml must contain a mapping, not list"),
-        ("config.yaml", b"\xff\xfe", r"config.yaml is damaged: 'utf-8' codec can't decode"),
-        ("run.json", b'{"id": ', r"run.json is damaged: Expecting value: line 1 .*[.] Restore it"),
+        ("config.yaml", b"\xff\xfe", r"config.yaml cannot be read: it is not UTF-8 text"),
+        ("run.json", b'{"id": ', r"run.json cannot be read: Expecting value: line 1 .*[.] Restore it"),
         ("run.json", b"3", r"run.json must contain a mapping, not int"),
         ("rows/00000001.parquet", b"PAR1", r"00000001.parquet is not a readable Parquet file"),
         ("LATEST", b"nonsense", r"LATEST"),
