@@ -46,7 +46,7 @@ def data_info(
     """Describe a data set, or the clips and clients of a configuration.
 
     NAME prints the layout, licence and options of a data set. FILE prints the clips, classes, groups and clients of a
-    configuration. It also suggests a split, a partition and settings for a first run.
+    configuration. It also suggests a split, a partition and settings for a first run. The last lines are the next command.
     """
     of_file = Path(what).suffix in (".yaml", ".yml") or Path(what).is_file()
     if of_file:
@@ -60,11 +60,11 @@ def data_info(
     )  # imports PyTorch, which takes seconds
 
     if of_file:
-        from raydfl.cli.proposal import propose
+        from raydfl.cli.proposal import format_command, propose
         from raydfl.data import qualify_error  # imports PyArrow, which is slow
         from raydfl.engine import load_config
 
-        config = load_config(Path(what), overrides or [])
+        config, given = load_config(Path(what), overrides or []), [what, *(overrides or [])]
         problem = None
         try:
             for part, data in config.data.each.items():
@@ -80,8 +80,10 @@ def data_info(
         if config.data.sites or config.data.parts or step is not None:
             if problem is not None:
                 raise problem
+            command = "data info" if step is not None else "run"
+            print(f"next: {format_command(command, given)}")  # noqa: T201
             return
-        for line in propose(config, [what, *(overrides or [])], problem):
+        for line in propose(config, given, problem):
             print(line)  # noqa: T201
     elif overrides:
         raise ConfigError(

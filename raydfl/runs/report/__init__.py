@@ -1,4 +1,4 @@
-"""Reports of runs: a self-contained HTML page about one run or a comparison of several, without scripts or network access."""
+"""Reports of runs: a self-contained HTML page about one run or a comparison of several, without network access."""
 
 from __future__ import annotations
 

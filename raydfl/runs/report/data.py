@@ -77,6 +77,11 @@ class Curve:
         return float(values.mean()) if len(values) else float("nan")
 
     @property
+    def mean_of_ten(self) -> float | None:
+        """The mean of the last ten values, without round 0. ``None`` with fewer values."""
+        return self.tail if len(self.trained) >= _LAST else None
+
+    @property
     def tail_text(self) -> str:
         """The number of values in :attr:`tail`, such as ``last 3 of 3``."""
         return f"last {min(_LAST, len(self.trained))} of {len(self.trained)}"
