@@ -244,9 +244,7 @@ FEATURES = {
     "Features from a file": FileFeatures,
     "Features by a network of your own": ModelFeatures,
 }
-PAGE_OF_SETTINGS = {"data": "data.md"} | {
-    group: "configuration.md" for group in Config.model_fields if group != "data"
-}
+PAGE_OF_SETTINGS = {"data": "data.md"} | {group: "configuration.md" for group in Config.model_fields if group != "data"}
 
 
 def _list_options(cls: type, omitted: set[str]) -> set[str]:

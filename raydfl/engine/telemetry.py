@@ -43,7 +43,7 @@ class RoundReport:
     ``round`` (since the previous report), ``commit`` (the last finished commit, in the background) and ``commit_wait`` (waiting
     for a commit)."""
     work: dict[str, Ratio] = field(default_factory=dict)
-    """Seconds of the actors during training: ``fit``, ``transfer``, ``wait`` and ``queue`` (docs/report.md#times-bytes-and-failures)."""
+    """Seconds of the actors during training: ``fit``, ``transfer``, ``wait`` and ``queue`` (docs/report.md#times)."""
     retried: int = 0
     """Times that a client's training moved to another actor."""
     bytes_down: int = 0

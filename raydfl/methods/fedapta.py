@@ -18,8 +18,8 @@ Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; t
 is ``hdbscan`` by default (docs/methods.md#groups-of-clients). With ``ratio: 0``, ``drift: off`` and ``train.groups: none`` it is
 FedAvg to the bit.
 
-The paper's release cannot run: its solver, pruning, recovery and clustering are missing. docs/papers.md#fedapta explains all readings. In
-short:
+The paper's release cannot run: its solver, pruning, recovery and clustering are missing. Readings (more in
+docs/papers.md#readings-of-fedapta):
 
 - Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts
   all weights N of the network: sum_k p_k N_k = rho_i N. A ratio above the prunable fraction is then rejected.

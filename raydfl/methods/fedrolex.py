@@ -11,8 +11,9 @@ server's tensors is averaged over the clients that have it, weighted by their ex
 
 Two options follow the released code. ``scaled`` divides a convolution's outputs by the share in training, but not in evaluation,
 to compensate for the next layer's missing inputs. ``masked`` sets the logits of classes without local examples to 0 in the loss,
-and sends only the last layer's rows of the client's own classes. The server thereby learns these classes. docs/speed.md#smaller-networks-for-weak-devices describes
-the networks that can be cut, the slices that travel, and the savings.
+and sends only the last layer's rows of the client's own classes. The server thereby learns these classes.
+docs/speed.md#smaller-networks-for-weak-devices describes the networks that can be cut, the slices that travel, and the
+savings.
 
 Deviations: means are weighted by examples, where the released code counts clients (``rule: uniform_mean``). GRUs lose units with
 their three gates, each direction separately. The paper has no GRUs. They are not scaled. Channels keep the network's order if a

@@ -9,8 +9,8 @@ and the next layer's inputs from these channels. Each element is averaged over t
 
 ``scaled`` is the paper's scaler: it divides a convolution's outputs by the share in training. ``masked`` is its masked
 cross-entropy: the loss sets the logits of classes without local examples to 0, and the last layer's rows of these classes are not
-sent. The server thereby learns a client's classes. docs/speed.md#smaller-networks-for-weak-devices describes the networks that can be cut, the slices that travel,
-and the savings.
+sent. The server thereby learns a client's classes. docs/speed.md#smaller-networks-for-weak-devices describes the networks that
+can be cut, the slices that travel, and the savings.
 
 Deviations: the mean is weighted by examples, where the released code counts clients (``rule: uniform_mean``). The networks keep
 their own normalisation in place of the paper's static batch normalisation.

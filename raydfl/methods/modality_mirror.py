@@ -23,8 +23,9 @@ Readings and deviations:
 - Heads and the mean (``uniform_mean``) are those of MultiFL. The fusion reads zeros for a clip's missing view.
 - Both phases accept any views. ``student`` names the student's view, and all views teach.
 
-Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views). docs/papers.md#modalitymirror has
-the reasons of the readings.
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views).
+docs/papers.md#modalitymirror has
+studies and jobs.
 
     raydfl run jobs/tiny.yaml run.name=mirror train.rounds=2 method=modality_mirror \
       models='{a: crnn_tiny, b: crnn_tiny}'

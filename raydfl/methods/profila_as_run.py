@@ -8,7 +8,7 @@ them. Unlike in the paper, the code's batches contain anomalous clips too, from 
     contrast    the supervised contrastive loss of two classes (P. Khosla et al., NeurIPS 2020, equation 2)
 
 ``anomalous_share: 0`` removes the anomalous clips, to test each reading with normal clips alone. With defaults for the rest it is
-then ``profila`` to the bit. The following readings of the code are not defaults here (docs/papers.md#fed-profila-ad explains them):
+then ``profila`` to the bit. The following readings of the code are not defaults here:
 
 - ``centre_of: all``: the mean and the first term include the whole batch.
 - ``align: smoothed``: u(m) is aligned, so a twentieth of the gradient remains.
