@@ -32,7 +32,7 @@ from raydfl.cli._arguments import (
 )
 from raydfl.cli.clusters import cluster_app
 from raydfl.cli.data import data_app
-from raydfl.cli.models import export_command, predict_command
+from raydfl.cli.models import export_command, listen_command, predict_command
 from raydfl.cli.privacy import audit_command, privacy_command
 from raydfl.cli.sites import site_app
 from raydfl.cluster import check_no_token, is_job
@@ -243,6 +243,7 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
 
 app.command("predict")(predict_command)
+app.command("listen")(listen_command)
 app.command("export")(export_command)
 app.command("privacy", cls=TakesSettings)(privacy_command)
 app.command("audit")(audit_command)

@@ -1,8 +1,9 @@
-"""The commands that use a trained model: ``predict`` and ``export``."""
+"""The commands that use a trained model: ``predict``, ``listen`` and ``export``."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -133,6 +134,48 @@ def predict_command(
         None,
         loaded.objective.answers,
     )
+
+
+def listen_command(
+    directory: RunDir,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="recording to read instead of the microphone", show_default=False),
+    ] = None,
+    step: Annotated[float, typer.Option("--step", min=0.05, help="seconds between predictions")] = 0.5,
+    window: Annotated[
+        float | None,
+        typer.Option("--window", min=0.05, help="seconds per prediction; default: length of the run's clips, or 1"),
+    ] = None,
+    model: ModelName = None,
+    client: ClientId = None,
+    as_json: Json = False,
+    best: BestRound = False,
+    trust: Trust = False,
+) -> None:
+    """Predict what the microphone hears, with a model of the run in DIR. Ctrl-C ends it.
+
+    Every line has the seconds since the start and the prediction for the last window, as from raydfl predict. The microphone
+    needs the extra "microphone". A quiet room gets a class too, unless the run has a class for it.
+    """
+    from raydfl.cli.predictions import as_data, format_answer
+    from raydfl.runs.inference import RunFusion, listen, open_model
+
+    loaded = open_model(directory, model, client, trust, best, False)
+    if isinstance(loaded, RunFusion):
+        raise InputError(f"--model {model}: this model needs several views. Choose a model of recordings.")
+    try:
+        for seconds, prediction in listen(loaded, source, step, window):
+            if prediction.error:
+                raise InputError(f"{seconds:.2f} s: {prediction.error}")
+            if as_json:
+                values = {"seconds": round(seconds, 3), **as_data(prediction, 1)}
+                line = json.dumps({key: value for key, value in values.items() if key != "file"})
+            else:
+                line = f"{seconds:8.2f} s  {format_answer(prediction)}"
+            print(line, flush=True)  # noqa: T201
+    except KeyboardInterrupt:
+        return
 
 
 def _parse_views(arguments: list[str]) -> dict[str, Path]:

@@ -77,6 +77,15 @@ def show(
         raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *errors, *more]))
 
 
+def format_answer(prediction: Prediction) -> str:
+    """Return a prediction in a few words: ``yes 97 %``, ``dog, rain`` or ``12.3 anomaly``."""
+    if prediction.answers == "score":
+        return f"{prediction.score:.4g} {prediction.decision}".rstrip()
+    if prediction.answers == "set":
+        return ", ".join(prediction.labels) or "-"
+    return f"{prediction.label} {100 * prediction.probability:.0f} %"
+
+
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     """Return a prediction as JSON data.
 

@@ -2,11 +2,12 @@
 
 Start reading with model.py and recordings.py; fused.py handles models of several views. onnx.py exports graphs from network.py
 (features as input), wave.py (samples as input), streaming.py (samples in pieces) and int8.py. encoder.py exports
-pretrained encoders and adapters.
+pretrained encoders and adapters. listening.py reads a microphone.
 """
 
 from raydfl.runs.inference.encoder import export_encoder
 from raydfl.runs.inference.fused import classify, predict_fused
+from raydfl.runs.inference.listening import listen
 from raydfl.runs.inference.model import RunFusion, RunModel, load_model, open_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, predictions
@@ -22,6 +23,7 @@ __all__ = [
     "classify",
     "export_encoder",
     "export_model",
+    "listen",
     "load_model",
     "open_model",
     "predict_fused",
