@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow.compute as pc
 
 from raydfl import load_config, run
@@ -41,22 +42,22 @@ def main() -> None:
         policies = [make_policy(folder, site) for site in SITES]
         places = os.pathsep.join(str(write_policy(folder, policy)) for policy in policies)
         times: dict[str, list[float]] = {"": [], places: []}
-        seconds, memory = guard(folder, policies[0])
+        start, memory = guard(folder, policies[0])
         train(folder, "first", 1)  # Imports and caches.
         for turn in range(given.turns):
             for policy in times:
                 with mock.patch.dict(os.environ, {POLICIES: policy}):
                     times[policy] += train(folder, f"{turn}-{bool(policy)}", given.rounds)
-        without, with_policy = (statistics.median(seconds) for seconds in times.values())
-        print(f"round without policy  {1000 * without:8.1f} ms")
-        print(
-            f"round with policies   {1000 * with_policy:8.1f} ms  (difference {1000 * (with_policy - without):+.1f} ms)"
-        )
+        for policy, seconds in times.items():
+            low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1000
+            label = "with policies" if policy else "without policy"
+            print(f"round {label:14} {middle:8.1f} ms  (10 to 90 %: {low:.1f} to {high:.1f})")
         lines = [line for policy in policies for line in policy.record.read_bytes().splitlines(keepends=True)]
         rounds = given.turns * given.rounds * len(SITES)
+        print(f"lines                {len(lines) / rounds:8.1f} per round and site")
         print(f"record                {sum(map(len, lines)) / rounds:8.0f} bytes per round and site")
         print(f"line of the record    {1000 * append(folder):8.2f} ms")
-        print(f"start of a process    {1000 * seconds:8.1f} ms  (digests of the code; memory {memory:+.1f} MB)")
+        print(f"start of a process    {1000 * start:8.1f} ms  (digests of the code; memory {memory:+.1f} MB)")
 
 
 def make_policy(folder: Path, site: str) -> SitePolicy:
