@@ -52,6 +52,7 @@ from raydfl.engine.storage import (
 )
 from raydfl.rules import Gaussian
 from raydfl.runs.progress import Progress
+from raydfl.runs.verdict import find_few_clips
 from raydfl.training import find_fixed_tensors
 
 
@@ -188,7 +189,8 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     remarks = _collect_remarks(config, population)
     if config.train.clients is not None:
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
-    for message in (*population.messages, *remarks):
+    few = find_few_clips(population) if config.components.method.objective.answers in ("class", "set") else ()
+    for message in (*population.messages, *remarks, *few):  # The verdict repeats the remarks on few clips.
         progress.message(message)
     privacy = prepare_privacy(config, run_dir, eligible) if isinstance(config.components.rule, Gaussian) else None
     if privacy is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.part_names import qualify
 from raydfl.core.types import Problem
+from raydfl.data import Population
 
 CLIPS = {
     "test": "test clips",
@@ -19,6 +23,10 @@ CLIPS = {
 """Test sets in order of preference, with their clips' names."""
 
 
+FEW = 50
+"""Smallest sufficient number of training clips per class."""
+
+
 def find_part(metric: str) -> str:
     """Return the part of the data in a metric's name. Empty for a single data set."""
     return model_name(metric).rpartition(":")[0]
@@ -27,6 +35,19 @@ def find_part(metric: str) -> str:
 def get_title(metric: str) -> str:
     """Return the displayed name of a score."""
     return SCORES[base_name(metric)].title
+
+
+def find_few_clips(population: Population) -> Iterator[str]:
+    """Yield a remark, with a remedy, for each part of the data with few training clips per class."""
+    for part, data in population.parts.items() if population.has_clips else ():
+        counts = data.class_counts()
+        present, clips = int(np.count_nonzero(counts)), int(counts.sum())
+        if present > 1 and clips < FEW * present:
+            text = (
+                f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder (for "
+                f"speech: data.features='{{kind: speech_embedding}}' models.model=linear)."
+            )
+            yield qualify(part, ": ", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs import Progress, Verdict, run
 from raydfl.runs.report import judge, read_run, write_report
 from raydfl.runs.report.next_command import choose_command
+from raydfl.runs.verdict import find_few_clips
 
 Tiny = Callable[..., Config]
 NAN = float("nan")
@@ -386,3 +388,26 @@ def test_the_finish_event_has_the_verdict(tiny: Tiny) -> None:
     assert event["verdict"]["text"] == result.verdict.text
     assert event["next_step"] == event["verdict"]["next"]
     assert math.isclose(event["verdict"]["scores"][0]["value"], result.scores["test model/accuracy"])
+
+
+def test_few_clips_are_reported_before_the_first_round(tiny: Tiny) -> None:
+    output = io.StringIO()
+    run(tiny("train.rounds=1", method="fedavg"), Progress("lines", output))
+    lines = output.getvalue().splitlines()
+    (few, *_) = [number for number, line in enumerate(lines) if "training clips of 3 classes are few" in line]
+    assert few < next(number for number, line in enumerate(lines) if "round 1" in line)
+
+
+@pytest.mark.parametrize(
+    ("counts", "start"),
+    [
+        ([50, 50], None),
+        ([50, 49], "99 training clips of 2 classes are few: 50 each."),
+        ([3, 0], None),
+        ([1, 0, 3], "4 "),
+    ],
+)
+def test_fewer_than_fifty_clips_per_class_are_few(counts: list[int], start: str | None) -> None:
+    part = SimpleNamespace(class_counts=lambda: np.array(counts))
+    texts = list(find_few_clips(SimpleNamespace(has_clips=True, parts={"digits": part})))
+    assert [text[: len(f"digits: {start}")] for text in texts] == ([] if start is None else [f"digits: {start}"])

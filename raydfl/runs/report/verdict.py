@@ -23,7 +23,8 @@ above chance and above the share of the most frequent class, and the training di
 - ``raw features``: the best raw-feature control is inside the interval. ``below raw features``: above it.
 - ``pooled``, ``worse than pooled``, ``local``: the scores of ``run.reference``. Pooled clips are better if their interval is above
   that of the run. A federation has no shown benefit if the score of single clients is not below its interval.
-- ``few clips``: fewer than :data:`FEW` training clips per class. ``few test clips``: fewer than :data:`FEW_TESTED` test clips.
+- ``few clips``: fewer than 50 training clips per class (:func:`find_few_clips`). ``few test clips``: fewer than
+  :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
 """
@@ -47,7 +48,7 @@ from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.headline import find_confusion, find_headlines, find_interval, measure_score, name_beside
 from raydfl.runs.report.next_command import USUAL_RATES, choose_command
 from raydfl.runs.report.plateau import PlateauSettings, find_plateau
-from raydfl.runs.verdict import CLIPS, HeadlineScore, Verdict, find_part, get_title
+from raydfl.runs.verdict import CLIPS, HeadlineScore, Verdict, find_few_clips, find_part, get_title
 
 EVALUATIONS = 5
 """Maximum number of evaluations for the plateau rule. Shorter curves use half of their evaluations, but at least two."""
@@ -67,8 +68,6 @@ GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
 RAW_GAIN = 0.02
 """Smallest relevant gain of raw features over guessing. It exceeds the luck of the best of two controls."""
-FEW = 50
-"""Training clips per class."""
 FEW_TESTED = 100
 """Test clips. With 100, the interval of an accuracy of 50 % is 19 points wide."""
 HELD_OUT = 30
@@ -306,17 +305,8 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
     """Count the training clips of classes and the held-out clips of clients."""
     if population is None or not population.has_clips:
         return
-    for name, data in (
-        population.parts.items() if any(base_name(metric) in ("accuracy", "map") for _, metric in keys) else ()
-    ):
-        counts = data.class_counts()
-        present, clips = int(np.count_nonzero(counts)), int(counts.sum())
-        if present > 1 and clips < FEW * present:
-            text = (
-                f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder (for "
-                f"speech: data.features='{{kind: speech_embedding}}' models.model=linear)."
-            )
-            yield Problem("few clips", qualify(name, ": ", text), worthless=False)
+    if any(base_name(metric) in ("accuracy", "map") for _, metric in keys):
+        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population))
     for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
         if not any(measured == split for measured, _ in run.scores()):
             continue
