@@ -6,14 +6,18 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
-from raydfl.core.types import State, Task, Update
+from raydfl.core.types import Client, State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
+from raydfl.engine.asynchrony import StepPlanner, rebase_updates
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
 from raydfl.engine.block_size import choose_block
@@ -21,6 +25,7 @@ from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
+from raydfl.engine.fleet import NOBODY, Step
 from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
@@ -42,6 +47,7 @@ from raydfl.engine.orders import (
     check_take_part,
     check_tasks,
     keys_of,
+    name_version,
     sort_replies,
 )
 from raydfl.engine.passes import select_updates
@@ -82,6 +88,8 @@ class Federation:
         self._cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
+        fleet = config.train.fleet
+        self._steps = None if fleet is None else StepPlanner(fleet, config, self.clients, self._cohorts)
         self._attackers = Adversary(
             config.components.attack, type(self.method).changes, population.ids, config.run.seed
         )
@@ -112,7 +120,10 @@ class Federation:
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
-        self.checkpoint = Checkpoint(state, private, config.phases.replace_first(begun), selection).replace_state(state)
+        in_flight = NOBODY if commit is None else commit.in_flight
+        self.checkpoint = Checkpoint(
+            state, private, config.phases.replace_first(begun), selection, in_flight
+        ).replace_state(state)
         if commit is None:
             self._start()
         else:
@@ -187,7 +198,8 @@ class Federation:
     def _begin(self) -> Round:
         """Plan the next round and send its orders."""
         current = Round.from_checkpoint(self.checkpoint)
-        current.orders = self.plan()
+        current.orders, step = self._plan()
+        current.use_step(step)
         current.replies = self._send(current.orders)
         current.mark("dispatched")
         return current
@@ -213,6 +225,11 @@ class Federation:
         updates = arrivals.updates(self.state.tensors, self.method.additions, rule)
         if isinstance(rule, TwoPassRule) and current.orders[0].block is not None:
             updates = select_updates(rule, updates, arrivals.blocks, self._send)
+        if self.config.train.fleet is not None:
+            staleness = {order.task.client_id: order.staleness for order in current.orders}
+            versions, changes = self.checkpoint.in_flight.versions, type(self.method).changes
+            power = self.config.train.fleet.stale.power
+            updates = rebase_updates(updates, staleness, power, self.state, versions, changes)
         return self._attackers.replace_updates(
             updates,
             {order.task.client_id: order.cost for order in current.orders},
@@ -236,6 +253,7 @@ class Federation:
             self.checkpoint,
             state=dataclasses.replace(state, round_index=report.round),
             private=self.checkpoint.private.replace(current.get_moves(self.clients.index_of)),
+            in_flight=current.in_flight,
         )
 
     def _evaluate(self, current: Round) -> None:
@@ -264,8 +282,9 @@ class Federation:
         """Compact private state and snapshot the checkpoint for the next commit."""
         report.rows += self._committer.wait()
         self.checkpoint = self._compaction.before_commit(self.checkpoint)
-        state, private, phases = self.checkpoint.state, self.checkpoint.private, self.checkpoint.phases
-        self._committer.prepare(state, private, best, () if phases == self.config.phases else phases.first)
+        checkpoint = self.checkpoint
+        begun = () if checkpoint.phases == self.config.phases else checkpoint.phases.first
+        self._committer.prepare(checkpoint.state, checkpoint.private, best, begun, checkpoint.in_flight)
 
     def _start(self) -> None:
         """Check the evaluation's settings, then commit round 0.
@@ -330,14 +349,31 @@ class Federation:
 
     def plan(self) -> list[Order]:
         """Plan the orders of the next round. Repeated calls return equal orders."""
-        rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
+        return self._plan()[0]
+
+    def _plan(self) -> tuple[list[Order], Step | None]:
+        """Plan the orders of the next round, and its step of asynchronous training (``train.fleet``)."""
+        if self._steps is None:
+            rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
+            return self._make_orders(self._draw(self.clients, rng, self._cohorts[self.state.phase]), None), None
+        step = self._steps.plan(self.state, self.checkpoint.in_flight, self._draw, self._part_of)
+        staleness = {f.start.task.client_id: self.state.round_index - f.version for f in step.arrivals}
+        return self._make_orders([flight.start.task for flight in step.arrivals], None, staleness), step
+
+    def _draw(self, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        """Draw the tasks of a cohort by the method."""
         with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
-            tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
+            tasks = self.method.plan(self.state, clients, rng, cohort)
         if self.config.train.clients is not None:
             check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
-        return self._make_orders(tasks, None)
+        return tasks
 
-    def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
+    def _make_orders(
+        self,
+        tasks: Sequence[Task],
+        measure: tuple[Measurement, ...] | None,
+        staleness: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[Order]:
         """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
         check_tasks(tasks, self.state.tensors)
         placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=operator.itemgetter(0))
@@ -359,14 +395,21 @@ class Federation:
                 block=blocks[position],
                 place=places[position],
                 stage=self.state.phase,
+                staleness=staleness.get(task.client_id, 0),
             )
             for position, (index, task) in enumerate(placed)
         ]
         return assign_groups(orders, [client.models for client in clients], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
-        """Return entries of the server's state, with flat tensors, to send to clients."""
-        return {key: FlatTensors.from_tensors(self.state.tensors[key]) for key in sorted(keys)}
+        """Return entries of the server's state and of earlier states, with flat tensors, to send to clients."""
+        tensors = {
+            name_version(key, version): group
+            for version, entries in self.checkpoint.in_flight.versions.items()
+            for key, group in entries.items()
+        }
+        tensors |= self.state.tensors
+        return {key: FlatTensors.from_tensors(tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
         """Return the state that the method aggregates from the clients' updates."""

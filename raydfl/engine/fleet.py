@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
-from raydfl.core.types import Task
+from raydfl.core.types import State, Task, Tensors
 
 LOST, STALE, UNUSED = "lost", "stale", "unused"
 """Reasons of dropped clients: their work is lost, too many steps old, or surplus of ``Capacity.over``."""
@@ -62,6 +63,66 @@ class Fleet:
     def land(self) -> Fleet:
         """Return the queue without clients in flight, at the same time. Their work is discarded."""
         return dataclasses.replace(self, flights=())
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Clients in flight after a server step, with the earlier states that they train."""
+
+    fleet: Fleet = Fleet()
+    versions: Mapping[int, Mapping[str, Tensors]] = field(default_factory=dict)
+    """Tensors by number of completed rounds and key of the server's state."""
+
+    def advance(self, fleet: Fleet, state: State) -> InFlight:
+        """Return the clients in flight after a step.
+
+        Args:
+            fleet: Queue after the step.
+            state: State before the step, which the clients that started in the step train.
+        """
+        needed = {flight.version for flight in fleet.flights}
+        versions = {version: tensors for version, tensors in self.versions.items() if version in needed}
+        if state.round_index in needed:
+            keys = {k for f in fleet.flights if f.version == state.round_index for k in f.start.task.receive}
+            # Copies, because a method may change the tensors of the state in place.
+            versions[state.round_index] = {
+                key: {name: tensor.clone() for name, tensor in state.tensors[key].items()} for key in sorted(keys)
+            }
+        return InFlight(fleet, versions)
+
+    def land(self) -> InFlight:
+        """Return the queue without clients in flight, at the same time. Their work is discarded."""
+        return InFlight(self.fleet.land())
+
+    def dump(self) -> dict[str, Any]:
+        """Return the queue as JSON values. The tensors of the versions are missing."""
+        flights = [
+            (f.arrival, f.number, f.version, f.start.client, f.start.seconds, f.start.lost, _dump_task(f.start.task))
+            for f in self.fleet.flights
+        ]
+        return {"seconds": self.fleet.seconds, "started": self.fleet.started, "flights": flights}
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any], versions: Mapping[int, Mapping[str, Tensors]]) -> InFlight:
+        """Create the clients in flight from the values of :meth:`dump` and the tensors of the versions."""
+        flights = tuple(
+            Flight(arrival, number, version, Start(client, _load_task(task), seconds, lost))
+            for arrival, number, version, client, seconds, lost, task in values["flights"]
+        )
+        return cls(Fleet(values["seconds"], values["started"], flights), versions)
+
+
+NOBODY = InFlight()
+"""No client in flight, at the start of a run."""
+
+
+def _dump_task(task: Task) -> list[Any]:
+    return [task.client_id, task.phase, task.receive, dict(task.options), task.has]
+
+
+def _load_task(values: Sequence[Any]) -> Task:
+    client_id, phase, receive, options, has = values
+    return Task(client_id, phase, tuple(receive), options, has=tuple(has))
 
 
 @dataclass(frozen=True, slots=True)
