@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-versions wheel test-wheel check docs tables bench-peers gpu-check fuzz
+.PHONY: help run test test-all test-versions wheel release test-wheel check docs tables bench-peers gpu-check fuzz
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make test-versions  laws and a few tests with Ray, with the oldest and the newest packages that raydfl takes'
 	@echo 'make wheel     raydfl as a wheel, in build/wheel'
+	@echo 'make release   the wheel and its software bill of materials (CycloneDX), in build/release'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
@@ -49,6 +50,13 @@ test-all: $(INSTALLED)
 wheel: $(FOR_RUNS)
 	rm -rf build/wheel
 	.venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+
+release: $(INSTALLED) wheel
+	rm -rf build/release
+	mkdir -p build/release
+	cp build/wheel/*.whl build/release
+	.venv/bin/python tools/sbom.py build/release/raydfl.cdx.json
+	cd build/release && sha256sum * > SHA256SUMS
 
 # PyTorch and the like are those of .venv, whose editable raydfl a new environment does not see; -P: nor that of this folder.
 test-wheel: $(INSTALLED) wheel

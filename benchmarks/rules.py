@@ -8,6 +8,7 @@ a rule expects a number), and the clients are random values around 0, without ou
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -16,7 +17,8 @@ import torch
 from lpa import make_updates, one_read
 from threadpoolctl import threadpool_limits
 
-from raydfl.rules import RULES
+from raydfl.core.noise_key import NoiseKey
+from raydfl.rules import RULES, Gaussian
 
 
 def main() -> None:
@@ -37,7 +39,11 @@ def main() -> None:
             start = time.process_time()
             one_read(updates)
             between = time.process_time()
-            rule(updates, current, np.random.default_rng(0))
+            if isinstance(rule, Gaussian):  # with noise, which a run draws from its key
+                normals = functools.partial(NoiseKey.from_seed(0).normals, 0, "noise")
+                rule([rule.sum_privately(updates, current, len(updates), 1.0, normals)[0]], current)
+            else:
+                rule(updates, current, np.random.default_rng(0))
             seconds.append(time.process_time() - between)
             ratios.append(seconds[-1] / (between - start))
         print(f"{name:18}{1000 * statistics.median(seconds):10.1f}{statistics.median(ratios):8.1f}", flush=True)

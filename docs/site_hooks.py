@@ -1,17 +1,22 @@
-"""Changes of the pages for the site: docstrings of public names are added, and links to files outside the site become text."""
+"""Changes of the pages for the site: generated parts are added, and links to files outside the site become text."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file by its path
+from generate import expand
 
 _NAME = re.compile(r"^from (raydfl[\w.]*) import (\w+) as \w+$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Replace links to files of the repository by their names, and add the docstrings to the reference."""
+    """Replace links to files of the repository by their names, and add the generated parts."""
+    markdown = expand(page.file.src_uri, markdown)
     if page.file.src_uri == "reference.md":
         markdown += _format_docstrings(Path(config.config_file_path).parent / "raydfl" / "__init__.pyi")
     return _OUTSIDE.sub(_format_link, markdown)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -15,10 +18,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.tensors import Layout
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods import Method
 from raydfl.methods.fedmlac import FedMLAC
+from raydfl.rules import Selection
+from raydfl.rules.lpa import LayerwisePruning
 from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 
@@ -279,3 +285,18 @@ class Slow(FedMLAC):
     def local(self, step: Step) -> Update:
         time.sleep(self.seconds)
         return super().local(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KilledLPA(LayerwisePruning):
+    """LPA that kills the process of the server once, between the two passes over the updates."""
+
+    associative: ClassVar[bool] = True
+
+    mark: Annotated[str, Field(description="File that exists after the kill.")]
+
+    def select(self, measured: Mapping[str, np.ndarray], layouts: Mapping[str, Layout]) -> Selection:
+        if not Path(self.mark).exists():
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().select(measured, layouts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 
 def write_film(
@@ -35,3 +37,13 @@ def write_film(
             film.mux(pictures.encode(av.VideoFrame.from_ndarray(frame, format="gray")))
         film.mux(pictures.encode())
     return path
+
+
+def block_module(name: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make the import of a module fail, in this process and in a new helper for files."""
+    folder = folder / "blocked"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text("raise ImportError('it is not installed')")
+    patch.setitem(sys.modules, name, None)
+    patch.syspath_prepend(folder)
+    patch.setenv("PYTHONPATH", str(folder))

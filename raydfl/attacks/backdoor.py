@@ -25,6 +25,7 @@ from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, draw_share
 from raydfl.attacks.scaling import boost_change
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import content_digest
+from raydfl.core.isolation import call_isolated
 from raydfl.data import read_audio
 from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, ImageFeatures, needs_waves
 
@@ -58,7 +59,7 @@ class Trigger(Alteration):
             DataError: the file cannot be read, or its first ``seconds`` are silent.
         """
         try:
-            samples, rate = read_audio(path)
+            samples, rate = call_isolated(read_audio, str(path), where=str(path))
         except DataError as error:
             raise DataError(f"attack.file: the trigger sound cannot be used: {error}") from error
         if not samples[: max(1, round(seconds * rate))].any():
@@ -97,7 +98,8 @@ class Trigger(Alteration):
 
 @lru_cache(maxsize=4)
 def _read(file: str) -> tuple[np.ndarray, int]:
-    return read_audio(file)
+    samples, rate = call_isolated(read_audio, file, where=file)
+    return samples, rate
 
 
 @dataclass(frozen=True, kw_only=True)

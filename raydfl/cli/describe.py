@@ -1,15 +1,18 @@
-"""Text descriptions of data sets and of their clips and clients in a configuration. No recording is opened."""
+"""Text descriptions of data sets and of their clips and clients in a configuration. Only headers of recordings are read."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.cli.explain import explain_class
+from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.options import options_of
 from raydfl.data import (
     STEPS,
@@ -19,6 +22,7 @@ from raydfl.data import (
     Poisoner,
     TableSettings,
     assign_clips,
+    audio_seconds,
     describe_sizes,
     find_dataset,
     list_clips,
@@ -32,6 +36,10 @@ _MOST_NAMES = 60
 """Largest number of classes or groups to list by name."""
 _MOST_ROWS = 20
 """Largest number of table rows to print."""
+_SAMPLED = 200
+"""Largest number of files whose headers are read for their lengths."""
+_BALANCE = ((1.5, "even"), (3, "slightly uneven"), (10, "uneven"), (float("inf"), "very uneven"))
+"""Words for the largest class divided by the smallest, by their limits."""
 _HIDDEN = ("path", "seconds", "by_id")
 """Table columns to omit."""
 _NO_BREAK = "\u00a0"
@@ -40,7 +48,7 @@ _STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 
 
 def describe_dataset(name: str) -> list[str]:
-    """Describe a data set's layout, licence and options without opening it.
+    """Describe a data set's layout, licence, content and options without opening it.
 
     Args:
         name: a built-in data set, or ``my_file.py:Class``.
@@ -55,6 +63,7 @@ def describe_dataset(name: str) -> list[str]:
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url, "classes": classes}
     for label, text in facts.items():
         lines += _format_entry(label, text) if text else []
+    lines += ["", *explain_class(cls).splitlines()]
     lines += ["", "Options in the group `data` of a configuration:"]
     for option in options_of(cls):
         default = "(required)" if option.required else f"= {json.dumps(option.default)}"
@@ -66,7 +75,7 @@ def describe_dataset(name: str) -> list[str]:
 
 
 def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> Iterator[str]:
-    """Describe the recordings and clients of a configuration from the list of clips. No clip is read.
+    """Describe the recordings and clients of a configuration from the list of clips and from headers of files.
 
     Args:
         data: the data settings.
@@ -85,6 +94,7 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     yield from _format_entry("clips", f"{manifest.num_rows:,}")
     yield from _format_entry("length", _describe_length(manifest))
     yield from _format_entry(f"classes ({len(classes):,})", _format_counts(manifest, "label", classes))
+    yield from _format_entry("balance", _describe_balance(manifest))
     without = manifest.column("label").null_count
     if without:
         yield from _format_entry("without a label", f"{without:,} clips")
@@ -166,12 +176,44 @@ def _format_entry(label: str, text: str) -> list[str]:
 def _describe_length(manifest: pa.Table) -> str:
     seconds = manifest.column("seconds").drop_null().to_numpy()
     if not len(seconds):
-        return "unknown; raydfl data prepare reads it from the clips"
+        return _sample_length(manifest)
     known = "" if len(seconds) == manifest.num_rows else f", known for {len(seconds):,} clips"
     total = f"{seconds.sum() / 3600:.1f} h" if seconds.sum() >= 3600 else f"{seconds.sum() / 60:.1f} min"
     if seconds.min() == seconds.max():
         return f"{seconds.min():.2f} s each, {total} in all{known}"
     return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{known}"
+
+
+def _sample_length(manifest: pa.Table) -> str:
+    """Describe the lengths of evenly spaced clips, from the headers of their files."""
+    unknown = "unknown; raydfl data prepare reads it from the clips"
+    if {"start", "stop"} & {*manifest.column_names}:
+        return unknown
+    paths = [path for path in manifest.column("path").to_pylist() if path is not None]
+    chosen: Any = np.unique(np.linspace(0, len(paths) - 1, _SAMPLED).astype(int)) if paths else []
+    seconds = []
+    for index in chosen:
+        with contextlib.suppress(DataError):  # archives, URIs, images and videos have no such header
+            seconds.append(audio_seconds(paths[index]))
+    if not seconds:
+        return unknown
+    spread = f"{min(seconds):.2f} to {max(seconds):.2f} s, median {np.median(seconds):.2f} s"
+    return f"{spread}, in a sample of {len(seconds):,} clips"
+
+
+def _describe_balance(manifest: pa.Table) -> str:
+    """Compare the largest with the smallest class."""
+    counts = _count_values(manifest, "label")
+    if len(counts) < 2:
+        return "a single class" if counts else "no clip has a label"
+    largest, smallest = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    ratio = counts[largest] / counts[smallest]
+    word = next(word for limit, word in _BALANCE if ratio <= limit)
+    share = counts[largest] / sum(counts.values())
+    return (
+        f"{word}: {largest} has {counts[largest]:,} clips, {smallest} has {counts[smallest]:,}; "
+        f"always answering {largest!r} is right for {share:.0%} of the clips"
+    )
 
 
 def _count_values(manifest: pa.Table, column: str) -> Mapping[str, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -21,6 +24,9 @@ from raydfl.objectives import Objective
 from raydfl.rules import RULES
 
 _WIDTH = 110
+_MODULE = re.compile(r":mod:`([^`]+)`")
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+"""A cross-reference in a docstring."""
 T = TypeVar("T")
 
 
@@ -149,6 +155,17 @@ def _as_sentence(text: object) -> str:
 # -- lists of what is built in ---------------------------------------------------------------------------------------------------
 
 
+def explain_class(cls: type) -> str:
+    """Return the docstrings of a method, rule, data set or the like: its module's, and its own without the first line.
+
+    Names are marked as in Markdown, and modules have the names of their files.
+    """
+    module = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    own = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[2]
+    text = _MODULE.sub(lambda match: f"`{match[1].replace('.', '/')}.py`", f"{module}\n\n{own}".strip())
+    return _ROLE.sub(r"`\1`", text).replace("``", "`")
+
+
 def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
     """Return the built-in methods, rules, attacks, objectives, transforms and architectures with their options.
 
@@ -194,7 +211,8 @@ def _about(cls: type) -> dict[str, Any]:
         | ({"source": option.source} if option.source else {})
         for option in options_of(cls)
     }
-    return {"about": (cls.__doc__ or "").strip().partition("\n")[0], "options": options}
+    about = (cls.__doc__ or "").strip().partition("\n")[0]
+    return {"about": about, "explanation": explain_class(cls), "options": options}
 
 
 _TITLES = {
@@ -208,18 +226,28 @@ _TITLES = {
 
 
 def explain_methods(width: int, only: Sequence[str] = ()) -> str:
-    """Format the result of :func:`methods_as_data` as text, in lines of ``width`` characters."""
+    """Format the result of :func:`methods_as_data` as text, in lines of ``width`` characters.
+
+    With names, each entry contains its explanation: equations, sources and deviations.
+    """
     return "\n\n\n".join(
-        "\n".join([_TITLES[kind], *(_architectures(entries, width) if kind == "models" else _classes(entries, width))])
+        "\n".join(
+            [
+                _TITLES[kind],
+                *(_architectures(entries, width) if kind == "models" else _classes(entries, width, bool(only))),
+            ]
+        )
         for kind, entries in methods_as_data(only).items()
         if entries
     )
 
 
-def _classes(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+def _classes(entries: Mapping[str, Mapping[str, Any]], width: int, with_explanation: bool) -> list[str]:
     lines = []
     for name, about in entries.items():
         lines += ["", *_wrap(f"{name}: {about['about']}", 0, width)]
+        if with_explanation:
+            lines += ["", *about["explanation"].splitlines(), ""]
         if "models" in about:
             models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
             lines += _wrap(f"models, with their default architectures: {models}", 1, width)

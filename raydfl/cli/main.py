@@ -30,8 +30,11 @@ from raydfl.cli._arguments import (
     find_run_dir,
     show_progress,
 )
+from raydfl.cli.clusters import cluster_app
 from raydfl.cli.data import data_app
 from raydfl.cli.models import export_command, predict_command
+from raydfl.cli.privacy import privacy_command
+from raydfl.cli.sites import site_app
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.files import display_path
@@ -41,13 +44,15 @@ if TYPE_CHECKING:
     from raydfl.runs import Result
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray. To start: raydfl init, then raydfl run jobs/quickstart.yaml",
+    help="Federated learning for audio on Ray. To start: raydfl init, then raydfl run jobs/tiny.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(site_app, name="site")
+app.add_typer(cluster_app, name="cluster")
 
 
 def _print_version(requested: bool) -> None:
@@ -95,8 +100,8 @@ def init_command(
     written = write_examples(folder)
     print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all exist)'}")  # noqa: T201
     before = "" if display_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
-    print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
-    print("or, in seconds and without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
+    print(f"start with: {before}raydfl run jobs/tiny.yaml  # seconds, without Ray")  # noqa: T201
+    print("then, on a Ray cluster on this machine: raydfl run jobs/quickstart.yaml")  # noqa: T201
 
 
 @app.command("run", cls=TakesSettings)
@@ -227,6 +232,7 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
 app.command("predict")(predict_command)
 app.command("export")(export_command)
+app.command("privacy", cls=TakesSettings)(privacy_command)
 
 
 @app.command("study", cls=TakesSettings)

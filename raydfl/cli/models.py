@@ -52,7 +52,10 @@ def predict_command(
     ] = None,
     test: Annotated[
         bool,
-        typer.Option("--test", help="score the run's test clips instead of FILEs; write DIR/scores.csv and the report"),
+        typer.Option(
+            "--test",
+            help="the run's test clips instead of FILEs; write DIR/scores.csv or predictions.csv, and the report",
+        ),
     ] = False,
     best: BestRound = False,
     view: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -138,10 +139,11 @@ def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) 
 def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
     table = Table("file", "score", "decision", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
-    for prediction in found:
+    folder, named = _name_files(found)
+    for name, prediction in named:
         score = "-" if prediction.error else f"{prediction.score:.4g}"
-        table.add_row(Text(escape_path(prediction.file)), Text(score), Text(prediction.decision))
-    _print(table, heading, out)
+        table.add_row(Text(name), Text(score), Text(prediction.decision))
+    _print(table, heading, folder, out)
 
 
 def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
@@ -157,10 +159,11 @@ def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -
 def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO) -> None:
     table = Table("file", "labels", "most probable", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
-    for prediction in found:
+    folder, named = _name_files(found)
+    for name, prediction in named:
         ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _select_top_classes(prediction, top))
-        table.add_row(*map(Text, (escape_path(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
-    _print(table, heading, out)
+        table.add_row(*map(Text, (name, ", ".join(prediction.labels) or "-", ranks)))
+    _print(table, heading, folder, out)
 
 
 def _select_top_classes(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
@@ -174,20 +177,32 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
     if several:
         table.add_column("model")
     table.columns[0].overflow = "fold"
-    for prediction in found:
+    folder, named = _name_files(found)
+    for name, prediction in named:
         cells = [f"{label} {probability:.3f}" for label, probability in _select_top_classes(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
         table.add_row(
-            Text(escape_path(prediction.file)),
+            Text(name),
             *map(Text, first),
             *([Text(", ".join(cells))] if top > 1 else []),
             *([Text(prediction.model)] if several else []),
         )
-    _print(table, heading, out)
+    _print(table, heading, folder, out)
 
 
-def _print(table: Table, heading: str, out: TextIO) -> None:
+def _name_files(found: Iterable[Prediction]) -> tuple[str, list[tuple[str, Prediction]]]:
+    """Return the common folder of all files, and each prediction with its file's name in this folder."""
+    predictions = list(found)
+    files = [escape_path(prediction.file) for prediction in predictions]
+    common = os.path.commonprefix(files)  # noqa: RUF071  # commonpath changes URIs and rejects mixed paths
+    folder = common[: common.rfind("/") + 1]
+    return folder, [(name[len(folder) :], prediction) for name, prediction in zip(files, predictions, strict=True)]
+
+
+def _print(table: Table, heading: str, folder: str, out: TextIO) -> None:
     # Long names wrap only on a terminal. Elsewhere every recording must stay on one line.
     console = Console(file=out, highlight=False, width=None if out.isatty() else _UNFOLDED)
     console.print(heading, markup=False, soft_wrap=True)
+    if folder:
+        console.print(f"folder: {folder}", markup=False, soft_wrap=True)
     console.print(table)

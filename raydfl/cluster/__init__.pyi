@@ -1,5 +1,6 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
+from raydfl.cluster.certificates import make_certificates as make_certificates
 from raydfl.cluster.datasets import write_recordings as write_recordings
 from raydfl.cluster.features import compute_on_cluster as compute_on_cluster
 from raydfl.cluster.gpu import resolve_auto as resolve_auto
@@ -20,6 +21,11 @@ from raydfl.cluster.session import check_without_actors as check_without_actors
 from raydfl.cluster.session import connect_ray as connect_ray
 from raydfl.cluster.session import current_token as current_token
 from raydfl.cluster.session import ray_session as ray_session
+from raydfl.cluster.site_policy import POLICIES as POLICIES
+from raydfl.cluster.site_policy import read_policy as read_policy
+from raydfl.cluster.site_record import SiteRecord as SiteRecord
+from raydfl.cluster.site_record import find_break as find_break
+from raydfl.cluster.site_record import read_heads as read_heads
 from raydfl.cluster.sites import open_serial_pool as open_serial_pool
 from raydfl.cluster.sites import prepare_sites as prepare_sites
 from raydfl.cluster.use import add_use as add_use

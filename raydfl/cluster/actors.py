@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -17,15 +18,19 @@ from ray.exceptions import RayTaskError
 
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out, unwrap_error
+from raydfl.cluster.held_blocks import HeldBlocks
 from raydfl.cluster.idle import IdleActors
+from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
-from raydfl.cluster.scheduling import AHEAD, WINDOW, Backlog, Lane, schedule
+from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.cluster.use import UseMeter
-from raydfl.core.errors import ResourcesError
+from raydfl.core.errors import RaydflError, ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, keys_of, split_groups, split_pieces
 
 logger = logging.getLogger(__name__)
+_LOOK = 5.0
+"""Minimum seconds between two searches for new nodes."""
 T = TypeVar("T")
 
 StartActor = Callable[[ActorKind, Any], ActorHandle[ClientActor]]
@@ -92,6 +97,7 @@ class ActorPool:
         patience: StragglerPolicy,
         number: Callable[[], int],
         meter: UseMeter,
+        nodes: SuitableNodes | None = None,
     ) -> None:
         """Start all actors without waiting for them.
 
@@ -101,11 +107,13 @@ class ActorPool:
             patience: Policy for clients with lost or late actors.
             number: Returns a new number for a slot, at the slot's first reply.
             meter: Meter of the use of nodes.
+            nodes: Suitable nodes for actors; ``None``: an actor that cannot open the run ends it.
         """
         self._start_actor = start_actor
         self._settings = settings
         self._patience = patience
         self._meter = meter
+        self._nodes = nodes
         self._slots: dict[Any, _Slot] = {}
         self._starting: dict[Any, Any] = {}
         """Keys of the slots of starting actors, by the reference ``ready``."""
@@ -115,17 +123,18 @@ class ActorPool:
         """Recent seconds for a unit of cost, by kind of actor and phase (True: training, False: evaluation)."""
         self._failed_starts = 0
         """Failed starts since the last successful start."""
+        self._given_up: dict[Any, ActorKind] = {}
+        """Kinds of the closed slots whose actors did not start in time, by key."""
+        self._nodes_then: set[str] = set()
+        """Ids of the nodes when the last slot was given up."""
+        self._looked = 0.0
+        """Time of the last search for nodes for given-up slots (time.monotonic)."""
         self._references: Mapping[str, Any] = {}
         self._waiting: dict[int, list[Order]] = {}
         """Waiting groups and blocks of orders, by the position of the first order."""
         self._backlog, self._alone = Backlog(), Backlog()
         """Costs of the waiting groups: groups that may share a call, and groups that need a call of their own."""
-        self._holders: dict[int, tuple[Any, _Slot]] = {}
-        """Slots with the updates of trained blocks, with their keys, by the position of the block's first order."""
-        self._held: dict[Any, tuple[_Slot, list[int]]] = {}
-        """Waiting blocks of a pass for the slot with their updates, by its key: positions in decreasing order."""
-        self._passing = Backlog()
-        """All blocks of a pass."""
+        self._held = HeldBlocks()
         self._calls: dict[Any, _Call] = {}
         """Running calls by the reference to their reply."""
         self._losses: Counter[int] = Counter()
@@ -206,7 +215,7 @@ class ActorPool:
             try:
                 slot.node, slot.fallback = ray.get(ready)
             except RayTaskError as error:
-                raise unwrap_error(error) from error
+                self._start_elsewhere(key, unwrap_error(error))
             except LOST as error:
                 self._failed_starts += not getattr(error, "preempted", False)
                 if getattr(error, "actor_init_failed", False) or self._failed_starts > self._settings.retries:
@@ -222,6 +231,20 @@ class ActorPool:
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
 
+    def _start_elsewhere(self, key: Any, failed: BaseException) -> None:
+        """Replace an actor after it failed to open the run.
+
+        Raises:
+            BaseException: ``failed``, if no other node can help.
+        """
+        if self._nodes is None or not isinstance(failed, RaydflError):
+            raise failed
+        with contextlib.suppress(*LOST):  # After a loss of the node, a new actor may start on any node.
+            node: Any = ray.get(self._slots[key].actor.locate.remote())
+            if not self._nodes.allow_retry(node, failed):
+                raise failed
+        self._replace(key)
+
     def list_late(self) -> list[Any]:
         """List the keys of slots without an actor after ``ray.ready_timeout``."""
         now = time.monotonic()
@@ -232,7 +255,19 @@ class ActorPool:
         for key in self.list_late():
             if len(self._slots) > 1:
                 logger.warning("A client actor did not start in time. The run continues with %d.", len(self._slots) - 1)
+                self._given_up[key] = self._slots[key].kind
+                self._nodes_then, self._looked = set(list_alive_nodes()), time.monotonic()
                 self._close(key)
+
+    def reopen(self) -> None:
+        """Reopen given-up slots after a node has joined."""
+        if not self._given_up or time.monotonic() < self._looked + _LOOK:
+            return
+        self._looked = time.monotonic()
+        if set(list_alive_nodes()) - self._nodes_then:
+            for key, kind in self._given_up.items():
+                self._open(key, kind)
+            self._given_up = {}
 
     def close(self, idle: IdleActors | None = None) -> None:
         """End all actors.
@@ -260,16 +295,9 @@ class ActorPool:
         # Clients of a block with an actor each send their own updates, and the server adds them.
         split = split_groups if self._settings.actors == "per_client" else split_pieces
         self._waiting = {piece[0].position: piece for piece in split(orders)}
-        self._held = {}
-        if not (orders and orders[0].repeats):
-            self._holders = {}
-        for position in reversed(self._waiting):
-            if position in self._holders:
-                key, slot = self._holders[position]
-                self._held.setdefault(key, (slot, []))[1].append(position)
-        self._passing = Backlog((position, 0.0) for position in self._waiting if position in self._holders)
+        self._held.start(self._waiting.keys(), bool(orders) and orders[0].repeats)
         pieces = [
-            (position, _sum_costs(group)) for position, group in self._waiting.items() if position not in self._holders
+            (position, _sum_costs(group)) for position, group in self._waiting.items() if position not in self._held
         ]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:
@@ -301,26 +329,10 @@ class ActorPool:
             return math.inf
         return min((slot.due for slot in self._slots.values()), default=math.inf)
 
-    def _hand_out_pass(self) -> None:
-        """Send blocks of a pass to the actors with their updates. Blocks of lost actors are queued for any actor."""
-        end = self._passing.end(WINDOW * len(self._slots), 0.0)
-        for key, (slot, positions) in list(self._held.items()):
-            if self._slots.get(key) is not slot:
-                for position in positions:
-                    self._queue(self._waiting.pop(position))
-                positions.clear()
-            while positions and positions[-1] < end and slot.load < AHEAD:
-                orders: list[Order] = []
-                while positions and positions[-1] < end:
-                    orders += self._waiting.pop(positions.pop())
-                self._call(key, slot, orders, 0.0)
-            if not positions:
-                del self._held[key]
-
     def hand_out(self) -> None:
         """Send waiting groups to actors."""
-        if self._held:
-            self._hand_out_pass()
+        for key, slot, blocks in self._held.take(self._slots, lambda block: self._queue(self._waiting.pop(block))):
+            self._call(key, slot, [order for block in blocks for order in self._waiting.pop(block)], 0.0)
         if self._settings.actors == "per_client":
             for position in list(self._waiting):
                 group = self._waiting.pop(position)
@@ -379,14 +391,13 @@ class ActorPool:
         self._update_pace(call, replies)
         self._note_results(replies)
         for order in call.orders:
-            if order.block is not None and order.block.first == order.position:
-                self._holders[order.position] = call.key, slot
+            self._held.keep(order, call.key, slot)
         return add_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
 
     def _note_results(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             self._backlog.note_result(reply.position)
-            self._passing.note_result(reply.position)
+            self._held.note_result(reply.position)
 
     def _requeue(self, call: _Call, error: Exception) -> list[Reply]:
         """Queue the orders of a lost call again, and drop clients that were lost too often.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import platform
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raydfl.cluster.gpu import compute_memory_fraction, explain_missing_gpu, hide_gpus
 from raydfl.cluster.idle import IdleActors
+from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.resources import ActorKind
-from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.sites import SHARE, open_worker, place_folder, site_resource
 from raydfl.core.errors import ConfigError, RaydflError, ResourcesError, first_line
 from raydfl.core.tensors import FlatTensors
@@ -108,6 +110,10 @@ class ClientActor:
             raise self._failed
         return ray.get_runtime_context().get_node_id(), self._fallback
 
+    def locate(self) -> str:
+        """Return the id of the actor's node."""
+        return ray.get_runtime_context().get_node_id()
+
     def close(self) -> None:
         """Drop the run with its models and data. :meth:`open` opens the next one."""
         with self._one_at_a_time:
@@ -129,21 +135,33 @@ class ClientActor:
             orders: Orders of any clients.
             keys: Keys of ``tensors`` in the server's state.
             tensors: Entries of the server's state, read from the object store without a copy.
+
+        Raises:
+            ResourcesError: The disk of this node is full.
         """
         arrived = time.perf_counter()
         broadcast = dict(zip(keys, tensors, strict=True))
         if self._one_at_a_time.locked():
             self._worker.read_ahead(orders)
         with self._one_at_a_time:
-            return self._worker.carry_out(orders, broadcast, arrived)
+            try:
+                return self._worker.carry_out(orders, broadcast, arrived)
+            except ResourcesError as error:
+                raise ResourcesError(f"node {platform.node()}: {error}") from error
 
     def do(self, job: Callable[[Worker], Any]) -> Any:
         """Run a job on the worker between two calls."""
         with self._one_at_a_time:
-            return job(self._worker)
+            return self._worker.do(job)
 
 
-def define_actor(settings: RaySettings, place: str, kind: ActorKind, strategy: Any = None) -> Any:
+_NODE = "ray.io/node-id"
+"""Label of every node with its id."""
+
+
+def define_actor(
+    settings: RaySettings, place: str, kind: ActorKind, strategy: Any = None, excluded: Collection[str] = ()
+) -> Any:
     """Define a client actor of a kind at a place, with Ray's options. The pool restarts lost actors, not Ray.
 
     Args:
@@ -151,17 +169,22 @@ def define_actor(settings: RaySettings, place: str, kind: ActorKind, strategy: A
         place: Place of the actor.
         kind: Resources of the actor.
         strategy: Ray's scheduling strategy for an actor without a place. ``None``: a trial's placement group, or any node.
+        excluded: Ids of unsuitable nodes.
 
     Raises:
         ConfigError: Ray rejects the options.
     """
+    # Ray 2.60 does not ignore the space in "in(a, b)": the second value would match no node.
+    labels = {name: re.sub(r"\s+", "", value) for name, value in (settings.options.label_selector or {}).items()}
+    if excluded:
+        labels.setdefault(_NODE, f"!in({','.join(sorted(excluded))})")
     try:
         return ray.remote(ClientActor).options(
             num_cpus=kind.cpus,
             num_gpus=kind.gpus,
             memory=kind.memory or None,
             resources=dict(kind.custom) | ({site_resource(place): SHARE} if place else {}),
-            label_selector=settings.options.label_selector or None,
+            label_selector=labels or None,
             scheduling_strategy="DEFAULT" if place else strategy,  # A trial's placement group reserves no site.
             max_concurrency=2,
             max_restarts=0,
@@ -176,7 +199,7 @@ def start_client_actor(
     config: Config,
     population: Population,
     group: PlacementGroup | None,
-    files: RunFiles | None,
+    nodes: SuitableNodes | None,
     place: str,
     kind: ActorKind,
     key: object,
@@ -189,20 +212,21 @@ def start_client_actor(
         config: Configuration of the run.
         population: Population of the federation.
         group: Placement group with a bundle for each of the first actors, after a wait for a busy cluster.
-        files: Location of the run's files; ``None``: all nodes see the run's folder.
+        nodes: Suitable nodes, and the location of the run's files; ``None``: all nodes see the run's folder.
         place: Place of the actor.
         kind: Resources of the actor.
         key: Key of the actor's slot: the number of its bundle in the group.
         idle: Actors of the last run in this process, or ``None``.
     """
     folder = place_folder(config, run_dir, place)
+    files, excluded = (None, ()) if nodes is None else (nodes.files, nodes.excluded)
     opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None, files=files)
     strategy = None
-    if group is not None and isinstance(key, int) and key < group.bundle_count:
+    if not excluded and group is not None and isinstance(key, int) and key < group.bundle_count:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=key)
     here = ray.get_runtime_context().get_node_id()
     kept = None if idle is None or place else idle.take(key)
     if kept is not None:
         kept.open.remote(config, kind, opening, here)
         return kept
-    return define_actor(config.ray, place, kind, strategy).remote(config, kind, opening, here)
+    return define_actor(config.ray, place, kind, strategy, excluded).remote(config, kind, opening, here)

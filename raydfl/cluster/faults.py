@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfDiskError, OutOfMemoryError, RayActorError, RayTaskError
 
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import RaydflError, ResourcesError
 from raydfl.engine import Config, Order, Reply
 
 
@@ -47,8 +47,14 @@ LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
 def unwrap_error(error: RayTaskError) -> BaseException:
-    """Return the cause of an actor's error if raydfl raised it, and otherwise Ray's error."""
+    """Return the cause of an actor's error if raydfl raised it, and otherwise Ray's error. A full disk has a message of raydfl."""
     cause = error.cause
+    if isinstance(cause, OutOfDiskError):
+        return ResourcesError(
+            "Ray's object store on a node is full, and so is the disk for its overflow (above 95 %). Make room in the folder for "
+            "Ray's temporary files (/tmp/ray, or --temp-dir of ray start), or lower ray.actors or train.cohort, then resume the "
+            "run."
+        )
     return cause if isinstance(cause, RaydflError) else error
 
 

@@ -1,11 +1,54 @@
-"""The nodes of a cluster: messages about joining and leaving nodes, and about a wait for the autoscaler."""
+"""The nodes of a cluster: nodes for client actors, and messages about joining and leaving nodes."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from raydfl.cluster.resources import ActorKind, count_fitting, format_kinds, format_nodes, list_alive_nodes
+from raydfl.cluster.run_files import BlindNodeError, RunFiles
+from raydfl.core.errors import RaydflError
+
+logger = logging.getLogger(__name__)
+
+
+class SuitableNodes:
+    """The suitable nodes for the client actors of a run, and the location of the run's files.
+
+    Args:
+        files: Location of the run's files.
+        run_dir: Folder of the run on the server's node.
+    """
+
+    def __init__(self, files: RunFiles, run_dir: Path) -> None:
+        self.files = files
+        self.excluded: dict[str, str] = {}
+        """Reasons for unsuitable nodes, by node id."""
+        self._run_dir = run_dir
+
+    def allow_retry(self, node: str, error: RaydflError) -> bool:
+        """Return whether another actor may start after an actor failed to open the run on its node.
+
+        Upload the run's files for the first node without a copy. Exclude a node with a further problem, such as an old version of
+        raydfl, if it joined after the start of the run. The error of a node of the start ends the run.
+
+        Args:
+            node: Id of the actor's node.
+            error: Reason of the failure.
+
+        Raises:
+            ResourcesError: The run's files cannot be uploaded.
+        """
+        if isinstance(error, BlindNodeError) and self.files.store:
+            self.files = self.files.upload(self._run_dir)
+            return True
+        if node in self.files.nodes or node in self.excluded:
+            return False
+        self.excluded[node] = str(error)
+        logger.warning("A new node is not used: %s", error)
+        return True
 
 
 class NodeWatch:

@@ -15,6 +15,7 @@ from raydfl.cluster.actors import ActorPool
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.idle import IdleActors
+from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.resources import ActorKind, format_free_resources, format_kinds
 from raydfl.cluster.use import NodeUse, UseMeter, name_node_types
 from raydfl.core.errors import ResourcesError
@@ -43,6 +44,7 @@ class RayPool:
         settings: RaySettings,
         patience: StragglerPolicy | None = None,
         places: Sequence[str] = ("",),
+        nodes: SuitableNodes | None = None,
     ) -> None:
         """Start all actors, and wait until enough of them are running.
 
@@ -52,6 +54,7 @@ class RayPool:
             patience: Policy for clients with a lost or late actor. By default, too many losses end the run, and calls have no time
                 limit.
             places: Names of the sites with the data. An empty name means the whole cluster.
+            nodes: Suitable nodes for actors; ``None``: an actor that cannot open the run ends it.
 
         Raises:
             ResourcesError: Too few actors started in time.
@@ -60,8 +63,9 @@ class RayPool:
         starts = {place: functools.partial(start_actor, place) for place in places}
         self._meter = UseMeter(ray.get_runtime_context().get_node_id())
         self._pools = {
-            place: ActorPool(start, settings, patience, number, self._meter) for place, start in starts.items()
+            place: ActorPool(start, settings, patience, number, self._meter, nodes) for place, start in starts.items()
         }
+        self._nodes = nodes
         self._settings = settings
         self._few_since: float | None = None
         """Start of the current shortage of actors (time.monotonic)."""
@@ -113,6 +117,7 @@ class RayPool:
         if not settings.autoscale and settings.min_actors is None:
             for pool in self._pools.values():
                 pool.give_up_late()
+                pool.reopen()
         needed = settings.min_actors or 1
         if self._has_enough(needed):
             self._few_since = None
@@ -129,6 +134,7 @@ class RayPool:
             f"{running} of {needed} client actors started within {self._settings.ready_timeout:g} s{where}. Requested: "
             f"{format_kinds(kinds)}. Free in the cluster: {format_free_resources(kinds)}. Lower ray.actors, ray.cpus or ray.gpus, "
             f"or raise ray.ready_timeout if nodes are still starting."
+            + "".join(f" Not used: {reason}" for reason in (self._nodes.excluded.values() if self._nodes else ()))
         )
 
     def count_workers(self) -> int:

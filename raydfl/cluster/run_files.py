@@ -1,7 +1,8 @@
 """Files of a run on the nodes of a cluster: in a folder that a node sees, or copied from a URI.
 
 The driver writes a random token to the run's folder. A node sees the folder if it reads the same token there. With a URI as
-``run.dir``, the other nodes copy the population and the features to their own caches, once per node.
+``run.dir``, the remaining nodes copy the population and the features to their caches, once per node. The driver uploads the files
+if a node needs a copy at the start, and the server if a later node does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl.cluster.job import explain_blind_node
-from raydfl.cluster.resources import match_labels
+from raydfl.cluster.resources import list_alive_nodes, match_labels
 from raydfl.core.errors import DataError, ResourcesError
 from raydfl.core.files import write_durably
 from raydfl.core.remote import below, is_uri
@@ -34,6 +35,10 @@ _WAIT = 60.0
 """Seconds to wait for the answers of all nodes. A node without an answer is checked again when its actors start."""
 
 
+class BlindNodeError(ResourcesError):
+    """A node sees neither the run's folder nor a copy at a URI."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     """Location of the population and features of a run, for processes on any node."""
@@ -41,21 +46,34 @@ class RunFiles:
     token: str
     uri: str = ""
     """URI of the population; empty: all nodes see the run's folder."""
+    store: str = ""
+    """URI for a copy of the population; empty: ``run.dir`` is a path."""
+    nodes: frozenset[str] = frozenset()
+    """Ids of the nodes of the cluster at the start of the run."""
 
     def load_population(self, run_dir: Path, config: Config) -> Population:
         """Load the population from the run's folder, or copy it to this node.
 
         Raises:
-            ResourcesError: The node neither sees the folder nor has a URI, or its cache is full or cannot be written.
+            BlindNodeError: The node does not see the folder, and there is no URI.
+            ResourcesError: The node's cache is full or cannot be written.
         """
         if _read(run_dir / _MARK) == self.token:
             return Population.load(run_dir / "population")
         if not self.uri:
-            raise ResourcesError(explain_blind_node(platform.node(), run_dir))
+            raise BlindNodeError(explain_blind_node(platform.node(), run_dir))
         try:
             return fetch_population(self.uri, config.data.cache)
         except (ResourcesError, DataError) as error:
             raise ResourcesError(f"node {platform.node()}: {error}") from error
+
+    def upload(self, run_dir: Path) -> RunFiles:
+        """Upload the population and the features from the run's folder, unless there is a copy.
+
+        Raises:
+            ResourcesError: The URI cannot be written.
+        """
+        return self if self.uri else replace(self, uri=upload_population(run_dir / "population", self.store))
 
 
 def share_files(run_dir: Path, config: Config, tell: Callable[[str], None]) -> RunFiles:
@@ -69,13 +87,14 @@ def share_files(run_dir: Path, config: Config, tell: Callable[[str], None]) -> R
     Raises:
         ResourcesError: ``run.dir`` is a path and a node does not see it, or the URI cannot be written.
     """
-    files = RunFiles(uuid.uuid4().hex)
+    store = below(config.run.dir, _DATA) if is_uri(config.run.dir) else ""
+    files = RunFiles(uuid.uuid4().hex, "", store, frozenset(list_alive_nodes()))
     path = run_dir / _MARK
     write_durably(path, files.token.encode())
     if config.data.sites or get_current_placement_group() is not None:  # actors run on some of the nodes only
         return files
     blind = _find_blind_nodes(path, files.token, config.ray.options.label_selector)
-    if not is_uri(config.run.dir):
+    if not store:
         if blind:
             raise ResourcesError(explain_blind_node(", ".join(sorted(blind.values())), run_dir))
         return files
@@ -84,7 +103,7 @@ def share_files(run_dir: Path, config: Config, tell: Callable[[str], None]) -> R
         return files
     who = f"{len(blind)} nodes do" if len(blind) != 1 else "1 node does"
     tell(f"{who} not see {run_dir.parent}. Such nodes copy the run's data from {config.run.dir} to their own caches.")
-    return RunFiles(files.token, upload_population(run_dir / "population", below(config.run.dir, _DATA)))
+    return files.upload(run_dir)
 
 
 def _find_blind_nodes(path: Path, token: str, selector: Mapping[str, str] | None) -> dict[str, str]:

@@ -19,17 +19,19 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raydfl.cluster.certificates import warn_without_tls
 from raydfl.cluster.client import define_actor, start_client_actor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.idle import IdleActors, keep_server, take_server
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
-from raydfl.cluster.nodes import NodeWatch
+from raydfl.cluster.nodes import NodeWatch, SuitableNodes
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.run_files import RunFiles, share_files
+from raydfl.cluster.site_record import HeadKeeper
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.cluster.use import NodeUse
 from raydfl.core.errors import ResourcesError
@@ -76,15 +78,16 @@ class Server:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            start = functools.partial(start_client_actor, run_dir, config, population, group, files, idle=idle)
+            nodes = None if files is None else SuitableNodes(files, run_dir)
+            start = functools.partial(start_client_actor, run_dir, config, population, group, nodes, idle=idle)
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
-                else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places)
+                else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places, nodes)
             )
             self._pool, self._idle = pool, idle
             opened.callback(self._close_pool)
-            self._federation = Federation(config, population, store, pool)
+            self._federation = Federation(config, population, store, HeadKeeper(pool, run_dir) if at_sites else pool)
             opened.callback(self._federation.close)
             mirror = mirror_of(config.run.dir, run_dir)
             if mirror is not None:
@@ -280,6 +283,8 @@ class RemoteServer:
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
         files = share_files(run_dir, config, tell)
+        if config.data.sites and (warning := warn_without_tls(config)):
+            tell(warning)
         needed = min(config.ray.min_actors or len(kinds), len(kinds))
         self._group = queue_actors(config, kinds[:needed], tell)
         self._watch = NodeWatch(kinds, needed, tell)
@@ -298,7 +303,10 @@ class RemoteServer:
         self._actor: Any = (take_server() if self._lend else None) or ray.remote(ServerActor).options(
             **options
         ).remote()
-        self._lost = 0
+        self._timeout = config.ray.ready_timeout
+        self._lost_since: float | None = None
+        """Time of the first failed call since the last answer (time.monotonic)."""
+        self._has_told = False
 
     def _get(self, reference: Any) -> Any:
         """Return the result of a call to the server, or raise its error.
@@ -310,7 +318,9 @@ class RemoteServer:
             self._watch.report_changes()
         self._watch.report_changes()
         try:
-            return ray.get(reference)
+            answer = ray.get(reference)
+            self._lost_since = None
+            return answer
         except RayTaskError as error:  # Before LOST: an error about a lost actor inside the server has both types.
             self._failed = True
             raise unwrap_error(error) from error
@@ -360,18 +370,22 @@ class RemoteServer:
             return None
 
     def _note_loss(self, error: Exception) -> None:
-        self._lost += 1
+        now = time.monotonic()
+        self._lost_since = self._lost_since or now
         if getattr(error, "actor_init_failed", False):
             raise ResourcesError(
                 f"the server actor cannot start: {explain_end(error)}. Check that every node has the same raydfl and the modules "
                 f"of the run."
             ) from error
-        if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
+        if (
+            now > self._lost_since + self._timeout or "ActorDied" in type(error).__name__
+        ):  # A busy node restarts it late.
             raise ResourcesError(
                 f"the server actor was lost and could not be restarted: {type(error).__name__}: {explain_end(error)}. Check the "
                 f"node's memory, then resume the run."
             ) from error
-        if self._lost == 1:
+        if not self._has_told:
+            self._has_told = True
             self._tell("The server was lost. It restarts from the last commit.")
         time.sleep(0.5)
 

@@ -22,6 +22,8 @@ from ray.exceptions import RayError, RayTaskError
 from raydfl.cluster.faults import unwrap_error
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.run_files import RunFiles
+from raydfl.cluster.site_guard import GuardedWorker, SiteGuard, call_at_site
+from raydfl.cluster.site_policy import find_policy
 from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
@@ -102,7 +104,8 @@ def prepare_site_part(
     population = build_population(data.select_site(site), config.run.seed, attack=attack, classes=classes)
     config.check_needs({part: population.pools})
     population.save(target)
-    whole = config.components.method.objective.answers in ("set", "score")
+    # A site with a policy sends the metrics of all test clips at once.
+    whole = config.components.method.objective.answers in ("set", "score") or find_policy(site) is not None
     return SiteReport.from_population(site, population, data, whole)
 
 
@@ -133,7 +136,10 @@ def open_worker(
     Raises:
         RunDirectoryError: ``folder`` does not contain this run.
         ResourcesError: This node can neither read the run's files nor copy them.
+        PolicyError: The policy of this node's site rejects the run.
     """
+    policy = find_policy(place)
+    guard = None if policy is None else SiteGuard(policy, config)
     if not place:
         if files is None:
             check_visible(folder)
@@ -154,6 +160,8 @@ def open_worker(
         private = UploadedPrivateStore(folder / "private", uri)
     elif durable or place:
         private = SharedPrivateStore(folder / "private")
+    if guard is not None:
+        return GuardedWorker(guard, run_dir, config, private, device, population, place)
     return Worker(run_dir, config, private, device, population, place)
 
 
@@ -272,7 +280,7 @@ def _call_sites(
         progress: Shows messages about slow sites.
     """
     if config.ray.actors == 0:
-        return [function(config, *call) for call in arguments]
+        return [call_at_site(function, config, *call) for call in arguments]
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     for site, *_ in arguments:
         if site_resource(site) not in resources:
@@ -281,9 +289,9 @@ def _call_sites(
                 f"no node of the cluster is site {site!r} (the cluster has: {known}). Start Ray on its node with "
                 f"ray start --address=HEAD:6379 --resources='{{\"{site_resource(site)}\": 1}}'"
             )
-    task = ray.remote(num_cpus=1, scheduling_strategy="DEFAULT")(function)  # Outside a trial's placement group.
+    task = ray.remote(num_cpus=1, scheduling_strategy="DEFAULT")(call_at_site)  # Outside a trial's placement group.
     calls = [
-        task.options(resources={site_resource(call[0]): SHARE}, max_retries=0).remote(config, *call)
+        task.options(resources={site_resource(call[0]): SHARE}, max_retries=0).remote(function, config, *call)
         for call in arguments
     ]
     results: list[Any] = []

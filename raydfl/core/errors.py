@@ -40,6 +40,10 @@ class ResourcesError(InputError):
     """The cluster lacks resources that the configuration requests, or the disk is full."""
 
 
+class PolicyError(InputError):
+    """The policy of a site rejects a run."""
+
+
 class ClientError(RaydflError):
     """A user's code failed on a client or at the server. The run stopped at its last commit."""
 

@@ -1,5 +1,6 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
+from raydfl.data.audio import audio_seconds as audio_seconds
 from raydfl.data.audio import read_audio as read_audio
 from raydfl.data.build import STEPS as STEPS
 from raydfl.data.build import assign_clips as assign_clips

@@ -58,7 +58,7 @@ def list_clips(
     """
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
-    manifest = data.source.open().manifest()
+    manifest = data.source.list_clips()
     if manifest.column("label").null_count == manifest.num_rows:
         raise DataError("no clip has a label, so the classes are unknown. Add labels to the recordings")
     if data.tables.clips is not None:

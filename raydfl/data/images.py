@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.packed import load_source
 from raydfl.data.video import is_video, read_frame
 
@@ -29,13 +29,8 @@ def read_image(path: str, start: float = 0.0, stop: float | None = None) -> np.n
     """
     if is_video(path):
         return read_frame(path, start, stop)
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    try:
-        with Image.open(load_source(path)) as image:
-            grey = image.mode in ("1", "L", "I", "I;16", "F", "LA")
-            return np.asarray(image.convert("L" if grey else "RGB"))
-    except UnidentifiedImageError as error:
-        raise DataError(f"{path}: the file is not an image in a supported format") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: the image cannot be read: {error}") from error
+    with reading(path, "the image cannot be read"), Image.open(load_source(path)) as image:
+        grey = image.mode in ("1", "L", "I", "I;16", "F", "LA")
+        return np.asarray(image.convert("L" if grey else "RGB"))

@@ -23,6 +23,7 @@ from raydfl.data.remote import fetch_recordings
 from raydfl.data.sets._files import list_files, resolve_path
 from raydfl.data.sets._tables import LISTS
 from raydfl.data.sets.manifest import CHANNEL
+from raydfl.data.source import list_isolated
 from raydfl.data.steps.listing import STANDARD
 
 FORMATS = ("audiofolder", "huggingface", "lhotse", "webdataset")
@@ -61,9 +62,11 @@ def import_recordings(
     settings: dict[str, Any] = {"root": root} | dict(options or {})
     if client not in (None, NOBODY):
         settings["group_column"] = client
-    dataset = _find_reader(kind, root, settings)
+    dataset, settings = _find_reader(kind, root, settings)
+    make = functools.partial(build, dataset, settings, "import")
+    make()  # Invalid options are errors of the command, not of the recordings.
     try:
-        table = dataset.manifest()
+        table = list_isolated(make, str(root))
     except DataError as error:  # the message has the options of a configuration, not of the command line
         text = re.sub(rf"\bdata\.(?={'|'.join(dataset.__dataclass_fields__)})", "", str(error))
         raise DataError(text.replace("group_column", "--client")) from error
@@ -76,15 +79,14 @@ def import_recordings(
     return [*remarks, f"{table.num_rows:,} clips of {classes:,} classes and {clients:,} clients", choice]
 
 
-def _find_reader(kind: str, root: Path, options: dict[str, Any]) -> Dataset:
-    """Return the data set for a format."""
+def _find_reader(kind: str, root: Path, options: dict[str, Any]) -> tuple[type[Dataset], dict[str, Any]]:
+    """Return the data set for a format, and its options."""
     if kind == "audiofolder":
         lists = {PurePosixPath(name).name for name in list_files(root)} & {*LISTS} if root.is_dir() else ()
         if lists:
             options = {"files": f"**/{{{','.join(sorted(lists))}}}"} | options
         kind = "huggingface" if lists else "folder"
-    dataset: Dataset = build(find_dataset(kind), options, "import")
-    return dataset
+    return find_dataset(kind), options
 
 
 def _choose_owners(table: pa.Table, client: str | None, default: str) -> tuple[pa.Table, str]:

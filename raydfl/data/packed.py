@@ -30,6 +30,7 @@ import soundfile
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular, open_regular
+from raydfl.core.isolation import reading
 from raydfl.data.manifest import escape_path
 
 _SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d{1,18})\+(?P<length>\d{1,18})", re.DOTALL)
@@ -100,22 +101,15 @@ def load_source(path: str) -> str | io.BytesIO:
     """
     address = _parse(path)
     if address is None:
-        try:
+        with reading(path), contextlib.suppress(FileNotFoundError):  # the decoder reports it
             check_regular(Path(path).stat())
-        except FileNotFoundError:
-            pass  # the decoder reports it
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         return path
     if not Path(address["file"]).is_file():
         raise DataError(f"{path}: the file {address['file']} does not exist. Copy it there, or correct the path")
-    try:
+    with reading(path):
         if address.re is _SPAN:
             return io.BytesIO(_read_span(path, Path(address["file"]), int(address["offset"]), int(address["length"])))
         return io.BytesIO(_encode_recording(_read_cell(address["file"], address["name"], int(address["row"])), path))
-    except (OSError, pa.ArrowException) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
 def _read_span(path: str, file: Path, offset: int, length: int) -> bytes:
@@ -260,44 +254,39 @@ def list_tar(path: Path, accept: Callable[[str], bool]) -> Iterator[tuple[str, s
         DataError: the archive is missing, compressed, damaged, or not a tar file; or a listed file is a link, or its name is not
             UTF-8.
     """
-    try:
-        with open_regular(path) as file:
-            head = file.read(8)
-            for magic, command in _COMPRESSED.items():
-                if head.startswith(magic):
+    with reading(path, "cannot be read as a tar archive"), open_regular(path) as file:
+        head = file.read(8)
+        for magic, command in _COMPRESSED.items():
+            if head.startswith(magic):
+                raise DataError(
+                    f"{path}: it is compressed, so each access would unpack earlier recordings. Unpack it with {command}; "
+                    f"the tar archive itself may stay"
+                )
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            while (info := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # otherwise the library keeps all headers in memory
+                end = info.offset_data + info.size
+                if end > size:
                     raise DataError(
-                        f"{path}: it is compressed, so each access would unpack earlier recordings. Unpack it with {command}; "
-                        f"the tar archive itself may stay"
+                        f"{path}: truncated: its member {escape_path(info.name)} ends at byte {end}, but the file has {size} "
+                        f"bytes. Copy the archive again"
                     )
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                while (info := archive.next()) is not None:
-                    archive.members = []  # type: ignore[attr-defined]  # otherwise the library keeps all headers in memory
-                    end = info.offset_data + info.size
-                    if end > size:
-                        raise DataError(
-                            f"{path}: truncated: its member {escape_path(info.name)} ends at byte {end}, but the file has {size} "
-                            f"bytes. Copy the archive again"
-                        )
-                    if (info.isreg() or info.issym() or info.islnk()) and not info.issparse() and accept(info.name):
-                        _check_member(info, path)
-                        address = span_address(str(path), info.name, info.offset_data, info.size)
-                        yield (
-                            info.name,
-                            address,
-                            functools.partial(os.pread, file.fileno(), info.size, info.offset_data),
-                        )
-                file.seek(archive.offset)
-                if file.read(_BLOCK) != bytes(_BLOCK):  # the library treats damage as the end of the archive
-                    raise DataError(
-                        f"{path}: truncated or damaged: byte {archive.offset} starts neither a member nor the end of an archive. "
-                        f"Copy the archive again"
+                if (info.isreg() or info.issym() or info.islnk()) and not info.issparse() and accept(info.name):
+                    _check_member(info, path)
+                    address = span_address(str(path), info.name, info.offset_data, info.size)
+                    yield (
+                        info.name,
+                        address,
+                        functools.partial(os.pread, file.fileno(), info.size, info.offset_data),
                     )
-    except tarfile.TarError as error:
-        raise DataError(f"{path}: truncated, or not a tar archive: {error}") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+            file.seek(archive.offset)
+            if file.read(_BLOCK) != bytes(_BLOCK):  # the library treats damage as the end of the archive
+                raise DataError(
+                    f"{path}: truncated or damaged: byte {archive.offset} starts neither a member nor the end of an archive. "
+                    f"Copy the archive again"
+                )
 
 
 def _check_member(info: tarfile.TarInfo, path: Path) -> None:

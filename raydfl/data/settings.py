@@ -23,13 +23,13 @@ from raydfl.core.options import explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import FIRST_VIEW, Settings
 from raydfl.data.dataset import find_dataset
-from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
+from raydfl.data.source import Source
 from raydfl.data.steps.corrupt import CorruptSettings
 from raydfl.data.steps.dealing import PartitionSettings
 from raydfl.data.steps.listing import LABELLED, UNLABELLED

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.isolation import reading
 from raydfl.data.manifest import VIDEO_SUFFIXES
 from raydfl.data.packed import load_source, recording_name
 
@@ -121,14 +122,11 @@ def _open(path: str) -> Iterator[Any]:
     source = load_source(path)
     if isinstance(source, str) and not Path(source).is_file():
         raise DataError(f"{path}: there is no such file")
-    try:
-        with av.open(source) as video:
-            yield video
-    except (av.FFmpegError, ValueError, OSError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"{path}: cannot be decoded. It is damaged, truncated, or not a video or recording: {reason}"
-        ) from error
+    with (
+        reading(path, "cannot be decoded. It is damaged, truncated, or not a video or recording"),
+        av.open(source) as video,
+    ):
+        yield video
 
 
 def _read_frames(video: Any, kind: str, path: str, start: float = 0.0, stop: float | None = None) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, split_pieces
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
+from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
 from raydfl.engine.probe import try_models
 from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
@@ -49,6 +50,8 @@ __all__ = [
     "build_fixed_tensors",
     "build_models",
     "check_same_software",
+    "count_parameters",
+    "describe_run",
     "describe_software",
     "find_best",
     "find_received_entries",
@@ -60,6 +63,8 @@ __all__ = [
     "make_config",
     "measure_once",
     "personal_name",
+    "plan_mechanism",
+    "prepare_privacy",
     "split_groups",
     "split_pieces",
     "try_models",

@@ -76,7 +76,7 @@ class Arrivals:
             rule: Aggregation rule; ``None``: there are no blocks.
         """
         layouts = {key: Layout.from_tensors(group) for key, group in tensors.items()}
-        if rule is not None and self._orders[0].block is not None:
+        if rule is not None and self._orders and self._orders[0].block is not None:
             yield from self._receive_blocks(UpdateChecker(layouts, additions), additions, rule, tensors)
             return
         # Kinds of metrics are decided by the majority of the first three updates, so the checker needs them in advance.

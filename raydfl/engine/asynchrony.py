@@ -35,15 +35,24 @@ class StepPlanner:
         config: Configuration of the run.
         clients: Clients of the run.
         cohorts: Size of the cohort by phase.
+        part_of: Returns the part of a client by its index.
 
     Raises:
         ConfigError: The settings do not fit each other or the number of clients.
     """
 
-    def __init__(self, settings: FleetSettings, config: Config, clients: Clients, cohorts: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        settings: FleetSettings,
+        config: Config,
+        clients: Clients,
+        cohorts: Mapping[str, int],
+        part_of: Callable[[int], str],
+    ) -> None:
         self._settings = settings
         self._config = config
         self._clients = clients
+        self._part_of = part_of
         self._capacities = {
             phase: _make_capacity(settings, cohort, clients.eligible) for phase, cohort in cohorts.items()
         }
@@ -52,29 +61,28 @@ class StepPlanner:
         self,
         state: State,
         before: InFlight,
-        draw: Callable[[Sequence[Client], np.random.Generator, int], list[Task]],
-        part_of: Callable[[int], str],
+        draw: Callable[[State, Sequence[Client], np.random.Generator, int], list[Task]],
     ) -> Step:
         """Compute the arrivals of the next server step, without training. Repeated calls return equal steps.
 
         Args:
             state: State of the server before the step.
             before: Clients in flight before the step.
-            draw: Draws the tasks of some clients, given the available clients, the generator of the step and a number of clients.
-            part_of: Returns the part of a client by its index.
+            draw: Draws the tasks of some clients, given the state, the available clients, a generator and a number of clients.
 
         Raises:
             ConfigError: The method plans a client twice, too many clients, or tasks that cannot wait.
         """
         seed, version = self._config.run.seed, state.round_index
         rng = seeds.generator(seed, version, "", "plan")
-        measure = functools.partial(self._measure_seconds, state, part_of, functools.cache(_flatten(state)))
+        measure = functools.partial(self._measure_seconds, state, functools.cache(_flatten(state)))
 
         def start(free: int, unavailable: Set[int]) -> list[Start]:
             free = min(free, self._clients.eligible - len(unavailable))
             if free <= 0:
                 return []
-            tasks = draw(_Available(self._clients, unavailable) if unavailable else self._clients, rng, free)
+            available = _Available(self._clients, unavailable) if unavailable else self._clients
+            tasks = draw(state, available, rng, free)
             check_tasks(tasks, state.tensors)
             starts = sorted(
                 ((self._clients.index_of(task.client_id), task) for task in tasks), key=lambda pair: pair[0]
@@ -96,7 +104,6 @@ class StepPlanner:
     def _measure_seconds(
         self,
         state: State,
-        part_of: Callable[[int], str],
         flatten: Callable[[str], FlatTensors],
         index: int,
         task: Task,
@@ -112,7 +119,7 @@ class StepPlanner:
             broadcast = {key: flatten(key) for key in task.receive}
             lacks = frozenset(self._config.components.models) - {spec.name for spec in client.models}
             for rate, sent in ((costs.down, task), (costs.up, dataclasses.replace(task, has=()))):
-                order = Order(0, sent, state.round_index, 0.0, part=part_of(index))
+                order = Order(0, sent, state.round_index, 0.0, part=self._part_of(index))
                 seconds += count_received_bytes(order, broadcast, lacks) / rate if rate is not None else 0.0
         if not 0 < seconds < math.inf:
             raise ConfigError(

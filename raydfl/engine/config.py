@@ -31,9 +31,10 @@ from raydfl.engine.named_files import check_encoder, check_same_files, hash_name
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.phases import Phases
+from raydfl.engine.privacy_settings import PrivacySettings, check_privacy
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.engine.software import check_same_software, describe_software
+from raydfl.engine.software import check_same_software, describe_software, describe_user
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -43,6 +44,8 @@ _FILES = "_files_at_start"
 
 _SOFTWARE = "_software_at_start"
 """Attribute of a pickled configuration: the software of the machine that started the run."""
+_USER = "_user_at_start"
+"""Attribute of a pickled configuration: the user who started the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +67,7 @@ class Config(Settings):
         None, description="Simulated attack: its name and its options. null: every client is honest."
     )
     train: TrainSettings = TrainSettings()
+    privacy: PrivacySettings = PrivacySettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     ray: RaySettings = RaySettings()
     run: RunSettings = RunSettings()
@@ -94,6 +98,7 @@ class Config(Settings):
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         check_block(self.train, self.components)
+        check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
         check_fleet(self.train, self.ray, self.components)
         self._check_reference()
         return self
@@ -194,7 +199,13 @@ class Config(Settings):
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "components"}
         state["__dict__"].setdefault(_FILES, self.files() if "components" in self.__dict__ else {})
         state["__dict__"].setdefault(_SOFTWARE, describe_software())
+        state["__dict__"].setdefault(_USER, self.started_by)
         return state
+
+    @property
+    def started_by(self) -> str:
+        """User and machine of the process that started the run, as this process states them."""
+        return self.__dict__.get(_USER) or describe_user()
 
     def check_files(self) -> None:
         """Verify that the files and folders in options have the same content as on the starting machine.
@@ -280,6 +291,7 @@ class Config(Settings):
         best = any(phase.begin == "best" for phase in self.train.phases.values())
         groups = {"stop": self.run.stop, "best": self.run.best if best else None}
         criteria = {name: group.model_dump(mode="json") for name, group in groups.items() if group is not None}
+        criteria.get("stop", {}).pop("epsilon", None)  # phases exclude privacy, so it is null
         return {**criteria, "evaluate": self.evaluate.model_dump(mode="json")} if criteria else {}
 
 

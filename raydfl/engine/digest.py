@@ -18,6 +18,7 @@ from raydfl.core.options import plain
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import DataSettings, View
 from raydfl.data.features import NEUTRAL
+from raydfl.engine.privacy_settings import PrivacySettings
 
 _FIRST_OF_DATA = ("name", "features", "segment", "split", "partition", "corrupt", "unreadable", "cache")
 """Keys of ``data`` in the first version. The defaults of all later keys are neutral."""
@@ -29,6 +30,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
         if key not in _FIRST_OF_DATA
     },
     ("attack",): None,
+    ("privacy",): PrivacySettings().model_dump(mode="json"),
     ("objective", "average"): "probabilities",
     ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
@@ -176,6 +178,9 @@ def _drop_neutral(values: dict[str, Any], only: str = "") -> None:
             del group[key]
     _drop_neutral_of_pools(values["data"])
     _drop_null_others(values["data"]["split"])
+    clients = values.get("train", {}).get("clients")
+    if clients is not None and clients.get("draw") == "fixed":
+        del clients["draw"]
 
 
 def _drop_neutral_of_pools(data: dict[str, Any]) -> None:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
-
-import numpy as np
+from pathlib import Path
+from typing import cast
 
 from raydfl.core import seeds
-from raydfl.core.tensors import FlatTensors, Layout
-from raydfl.core.types import Client, State, Task, Update
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import Metrics, State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
-from raydfl.engine.asynchrony import StepPlanner, rebase_updates
+from raydfl.engine.asynchrony import rebase_updates
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
 from raydfl.engine.block_size import choose_block
-from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
-from raydfl.engine.fleet import NOBODY, Step
+from raydfl.engine.fleet import NOBODY
 from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
     Compaction,
     Listener,
     PhaseChange,
+    PrivacyBudget,
     ReadAhead,
     Recorder,
     StopRule,
@@ -43,15 +41,14 @@ from raydfl.engine.orders import (
     Measurement,
     Order,
     Reply,
-    assign_groups,
-    check_take_part,
-    check_tasks,
     keys_of,
     name_version,
     sort_replies,
 )
 from raydfl.engine.passes import select_updates
+from raydfl.engine.planning import RoundPlanner
 from raydfl.engine.pool import Pool, ask_everywhere
+from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.rule_memory import check_rule_memory
 from raydfl.engine.storage import record
@@ -61,7 +58,7 @@ from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport
 from raydfl.engine.validation import check_failed, check_overflow
-from raydfl.rules import TwoPassRule
+from raydfl.rules import Gaussian, TwoPassRule
 
 
 class Federation:
@@ -71,7 +68,9 @@ class Federation:
     after the last commit and gives the same bits.
     """
 
-    def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
+    def __init__(
+        self, config: Config, population: Population, store: RunStore, pool: Pool, run_dir: Path | None = None
+    ) -> None:
         """Open the newest commit, or create and commit round 0.
 
         Args:
@@ -79,21 +78,23 @@ class Federation:
             population: Clients and their data.
             store: Run directory. The caller holds its lock.
             pool: Workers that execute the orders.
+            run_dir: Folder with ``run.json`` and the key of the noise; ``None``: the folder of the store.
         """
         self.config = config
         self.store = store
         self.pool = pool
         self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
-        self._cohorts = {
+        self._private = PrivateRun.open(config, store.folder if run_dir is None else run_dir)
+        cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
-        fleet = config.train.fleet
-        self._steps = None if fleet is None else StepPlanner(fleet, config, self.clients, self._cohorts)
         self._attackers = Adversary(
             config.components.attack, type(self.method).changes, population.ids, config.run.seed
         )
-        self._place_of, self._part_of = population.place_of, population.part_of
+        self._planner = RoundPlanner(
+            config, population, self.clients, cohorts, self._private, self._attackers.attacks, store
+        )
         variants = {
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in combinations]
             for part, combinations in self.clients.variants_of_parts().items()
@@ -110,20 +111,20 @@ class Federation:
         )
         networks = [networks for combinations in variants.values() for networks in combinations]
         commit, self.warnings = store.open_latest()
-        largest = max(self._cohorts.values())
+        largest = max(cohorts.values())
         store.block = commit.block if commit else choose_block(config.train, config.components, largest)
         need, large = "", False
         if store.block == 1 or config.ray.actors == "per_client":
-            need, large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
+            need, large = check_rule_memory(self.method, networks, [*cohorts.values()])
         self.warnings += [need] * large
         self.notes = [need] if need and not large and commit is None else []
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
         in_flight = NOBODY if commit is None else commit.in_flight
-        self.checkpoint = Checkpoint(
-            state, private, config.phases.replace_first(begun), selection, in_flight
-        ).replace_state(state)
+        spent = "" if self._private is None else self._private.explain_end(state.round_index)
+        phases = config.phases.replace_first(begun)
+        self.checkpoint = Checkpoint(state, private, phases, selection, spent, in_flight).replace_state(state)
         if commit is None:
             self._start()
         else:
@@ -145,9 +146,10 @@ class Federation:
         self._listeners: Sequence[Listener] = (
             BestRound(),
             StopRule(),
+            *(() if self._private is None else (PrivacyBudget(self._private),)),
             PhaseChange(config, store, self._committer),
             self._ahead,
-            Recorder(config, self.clients, pool, store, self._committer),
+            Recorder(config, self.clients, pool, store, self._committer, self._private),
         )
 
     @property
@@ -198,7 +200,7 @@ class Federation:
     def _begin(self) -> Round:
         """Plan the next round and send its orders."""
         current = Round.from_checkpoint(self.checkpoint)
-        current.orders, step = self._plan()
+        current.orders, step = self._planner.plan(self.checkpoint)
         current.use_step(step)
         current.replies = self._send(current.orders)
         current.mark("dispatched")
@@ -223,7 +225,7 @@ class Federation:
         self._committer.begin()  # after the orders, so that clients need not wait for the disk
         rule = self.config.components.rule
         updates = arrivals.updates(self.state.tensors, self.method.additions, rule)
-        if isinstance(rule, TwoPassRule) and current.orders[0].block is not None:
+        if isinstance(rule, TwoPassRule) and current.orders and current.orders[0].block is not None:
             updates = select_updates(rule, updates, arrivals.blocks, self._send)
         if self.config.train.fleet is not None:
             staleness = {order.task.client_id: order.staleness for order in current.orders}
@@ -300,7 +302,7 @@ class Federation:
         record.discard_rows(self.store.folder, -1)
         together, alone = self.config.train.together, self.config.ray.actors == "per_client"
         if not isinstance(together, int):
-            orders = [] if alone else self.plan()
+            orders = [] if alone else self.plan(drawn=False)
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
         self.store.together = together
         self.store.commit(self.state, self.checkpoint.private)
@@ -342,64 +344,21 @@ class Federation:
                 if phase != self.state.phase:
                     state = begin_phase(self.config, dataclasses.replace(self.state, phase=phase))
                     self.checkpoint = dataclasses.replace(before, state=state)
-                rows, _ = self._measure([order.task.client_id for order in self.plan()])
+                rows, _ = self._measure([order.task.client_id for order in self.plan(drawn=False)])
                 before.selection.check(phase, list(record.scores(rows)))
         finally:
             self.checkpoint = before
 
-    def plan(self) -> list[Order]:
-        """Plan the orders of the next round. Repeated calls return equal orders."""
-        return self._plan()[0]
+    def plan(self, drawn: bool = True) -> list[Order]:
+        """Plan the orders of the next round. Repeated calls return equal orders.
 
-    def _plan(self) -> tuple[list[Order], Step | None]:
-        """Plan the orders of the next round, and its step of asynchronous training (``train.fleet``)."""
-        if self._steps is None:
-            rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
-            return self._make_orders(self._draw(self.clients, rng, self._cohorts[self.state.phase]), None), None
-        step = self._steps.plan(self.state, self.checkpoint.in_flight, self._draw, self._part_of)
-        staleness = {f.start.task.client_id: self.state.round_index - f.version for f in step.arrivals}
-        return self._make_orders([flight.start.task for flight in step.arrivals], None, staleness), step
+        Args:
+            drawn: With Poisson sampling, draw the number of clients. ``False``: plan their expected number.
+        """
+        return self._planner.plan(self.checkpoint, drawn)[0]
 
-    def _draw(self, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Draw the tasks of a cohort by the method."""
-        with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
-            tasks = self.method.plan(self.state, clients, rng, cohort)
-        if self.config.train.clients is not None:
-            check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
-        return tasks
-
-    def _make_orders(
-        self,
-        tasks: Sequence[Task],
-        measure: tuple[Measurement, ...] | None,
-        staleness: Mapping[str, int] = MappingProxyType({}),
-    ) -> list[Order]:
-        """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
-        check_tasks(tasks, self.state.tensors)
-        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=operator.itemgetter(0))
-        clients = [self.clients.item(index) for index, _ in placed]
-        places, private = [self._place_of(client.index) for client in clients], self.checkpoint.private
-        layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
-        blocks = make_blocks(places, self.store.block if measure is None else 1, layouts)
-        records = private.select([client.index for client in clients])
-        orders = [
-            Order(
-                position,
-                task,
-                self.state.round_index,
-                float(clients[position].num_examples),
-                records[position],
-                measure,
-                attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
-                part=self._part_of(index),
-                block=blocks[position],
-                place=places[position],
-                stage=self.state.phase,
-                staleness=staleness.get(task.client_id, 0),
-            )
-            for position, (index, task) in enumerate(placed)
-        ]
-        return assign_groups(orders, [client.models for client in clients], self.store.together)
+    def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...]) -> list[Order]:
+        return self._planner.make_orders(self.checkpoint, tasks, measure)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return entries of the server's state and of earlier states, with flat tensors, to send to clients."""
@@ -412,7 +371,9 @@ class Federation:
         return {key: FlatTensors.from_tensors(tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
-        """Return the state that the method aggregates from the clients' updates."""
+        """Return the state that the method aggregates from the clients' updates, or from their noisy sum."""
+        if not current.orders and self._private is None:
+            return self.state
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         elsewhere: list[BaseException] = []
 
@@ -425,9 +386,16 @@ class Federation:
                 )  # a client's or the pool's failure, for which the message must not blame aggregate()
                 raise
 
-        updates = note_failures()
+        updates: Iterator[Update] = note_failures()
+        measured: Metrics = {}
+        if self._private is not None:
+            summed, measured = self._private.sum_updates(
+                cast(Gaussian, self.config.components.rule), updates, self.state
+            )
+            updates = iter([summed])
         with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
-            state, current.metrics = self.method.aggregate(self.state, updates, rng)
+            state, metrics = self.method.aggregate(self.state, updates, rng)
+        current.metrics = {**measured, **metrics}
         for _ in updates:
             pass  # a rule may skip updates, but the round must record every client's reply
         return dataclasses.replace(as_stored(state), phase=self.state.phase)
@@ -453,7 +421,7 @@ class Federation:
 
         These are the training of the largest client with its group, and its evaluations, each in a list for one actor.
         """
-        orders = self.plan()
+        orders = self.plan(drawn=False)
         largest = max(orders, key=lambda order: order.cost)
         group = [order for order in orders if order is largest or order.group == largest.group >= 0]
         at_server = self._evaluation.make_server_orders(self.state)[:1]

@@ -6,6 +6,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
 from raydfl.engine.settings import RaySettings
+from raydfl.rules import Gaussian
 from raydfl.training import TrainSettings
 
 
@@ -20,6 +21,10 @@ def check_fleet(train: TrainSettings, ray: RaySettings, components: Components) 
     method = components.method
     if train.deadline is not None:
         reason = "train.deadline is measured on the clock of this machine. Remove train.deadline"
+    elif train.draw == "poisson":
+        reason = "train.draw=poisson changes the size of each cohort. Set train.draw=fixed"
+    elif isinstance(components.rule, Gaussian):
+        reason = "rule gaussian cannot account for clients that start at any time. Choose another rule"
     elif ray.actors == "per_client":
         reason = "ray.actors=per_client is not supported. Set ray.actors to a number"
     elif isinstance(method, Grouped):

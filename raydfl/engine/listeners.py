@@ -20,6 +20,7 @@ from raydfl.engine.asynchrony import record_step
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.pool import Pool
+from raydfl.engine.privacy import STUDY, PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.storage.committer import Committer
 from raydfl.engine.storage.private import PrivateRef
@@ -69,6 +70,32 @@ class StopRule:
             done.measured.add_fact("phase_stopped", report.round, f"{report.phase}: {reason}")
             return dataclasses.replace(checkpoint, phases=phases.end(report.phase, report.round))
         return checkpoint
+
+
+class PrivacyBudget:
+    """Measures epsilon in evaluated rounds, and ends the training by ``run.stop.epsilon``.
+
+    Args:
+        private: Noise and accounting of the run.
+    """
+
+    def __init__(self, private: PrivateRun) -> None:
+        self._private = private
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Add epsilon to an evaluated round, and end the training if another round would exceed the limit."""
+        report = done.report
+        report.withheld, ended = not self._private.outside, self._private.explain_end(report.round)
+        if done.evaluated or ended:
+            epsilon = self._private.mechanism.compute_epsilon(report.round)
+            report.privacy = f"epsilon {epsilon:.3g}{'' if self._private.secret else f' ({STUDY})'}"
+            done.measured.add_fact("privacy/epsilon", epsilon, self._private.describe(report.round, epsilon))
+        if not ended:
+            return checkpoint
+        if not report.stopped:
+            report.stopped = ended
+            done.measured.add_fact("stopped", report.round, ended)
+        return dataclasses.replace(checkpoint, spent=ended)
 
 
 class PhaseChange:
@@ -165,14 +192,24 @@ class Recorder:
         pool: Pool of the run.
         store: Store of the run.
         committer: Committer of the run. A commit makes the rows durable.
+        private: Noise and accounting of the run; ``None``: without privacy.
     """
 
-    def __init__(self, config: Config, clients: Clients, pool: Pool, store: RunStore, committer: Committer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clients: Clients,
+        pool: Pool,
+        store: RunStore,
+        committer: Committer,
+        private: PrivateRun | None = None,
+    ) -> None:
         self._config = config
         self._clients = clients
         self._pool = pool
         self._store = store
         self._committer = committer
+        self._private = private
         self._marked = time.perf_counter()
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
@@ -197,6 +234,8 @@ class Recorder:
         report.seconds |= done.seconds | {"round": now - self._marked, "commit": commit, "commit_wait": waited}
         self._marked = now
         rows.add({f"seconds/{part}": Ratio(seconds, 1) for part, seconds in report.seconds.items()})
+        if self._private is not None:
+            self._private.keep_rows(rows, report)
         self._committer.add_rows(rows)
         return checkpoint
 

@@ -166,6 +166,8 @@ class Reply(Message):
     """Number of clients in the batched computation; 1: unbatched."""
     looped_because: str = ""
     """Reason of a fallback from batched to unbatched training."""
+    site_head: str = ""
+    """Head of the record of outgoing data at the client's site; empty: the site has no record, or a later reply has the head."""
 
     @property
     def updates(self) -> tuple[Update, ...]:

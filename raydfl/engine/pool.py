@@ -67,7 +67,7 @@ class SerialPool:
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
         """Run the function immediately."""
-        return job(self.workers[place])
+        return self.workers[place].do(job)
 
     def close(self) -> None:
         """Close the files of private state."""

@@ -27,6 +27,8 @@ class Checkpoint:
     phases: Phases
     """Phases with their actual first rounds. ``run.stop`` can end a phase early."""
     selection: Selection
+    spent: str = ""
+    """Reason of ``run.stop.epsilon`` to end the training; empty: training continues."""
     in_flight: InFlight = NOBODY
     """Clients that train asynchronously (``train.fleet``)."""
 
@@ -37,7 +39,7 @@ class Checkpoint:
     @property
     def stopped(self) -> str:
         """Reason of ``run.stop`` to end the training; empty: training continues until ``train.rounds``."""
-        return self.selection.reason if self.selection.phase == self.phases.names[-1] else ""
+        return self.spent or (self.selection.reason if self.selection.phase == self.phases.names[-1] else "")
 
 
 @dataclass(slots=True)

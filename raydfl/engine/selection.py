@@ -127,7 +127,7 @@ class Selection:
                 criteria[phase] = Criterion(metric, _is_higher_better(metric, choice.mode, where))
             return criteria
 
-        stop = run.stop
+        stop = run.stop if run.stop is not None and run.stop.by_metric else None
         return cls(
             build_criteria(run.best, "run.best"),
             build_criteria(stop, "run.stop"),

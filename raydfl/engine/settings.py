@@ -271,6 +271,18 @@ class StopSettings(MetricChoice):
         0.0, ge=0, description="Smallest change that counts as an improvement, in units of the metric. 0: any change."
     )
 
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="Largest epsilon of the rule gaussian. Training ends before the first round that would exceed it. Without "
+        "metric, only epsilon ends the training. null: no limit.",
+    )
+
+    @property
+    def by_metric(self) -> bool:
+        """True if a metric may end the training."""
+        return self.epsilon is None or self.metric is not None
+
 
 class ReferenceSettings(Settings):
     """Reference runs after the last round, with the budget of the run."""

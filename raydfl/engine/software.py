@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import platform
 from collections.abc import Mapping
 
@@ -13,6 +15,15 @@ from raydfl.core.version import describe_source
 def describe_software() -> dict[str, str]:
     """Describe this machine's raydfl (version and digest of its source) and kernels."""
     return {"raydfl": describe_source(), **kernels()}
+
+
+def describe_user() -> str:
+    """Return the user and the machine of this process, ``user@host``."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may have no entry for its user
+        user = str(os.getuid())
+    return f"{user}@{platform.node()}"
 
 
 def check_same_software(first: Mapping[str, str]) -> None:

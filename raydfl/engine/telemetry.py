@@ -48,6 +48,10 @@ class RoundReport:
     """Times that a client's training moved to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
+    privacy: str = ""
+    """Guarantee of the models after an evaluated round with the rule gaussian, such as ``epsilon 1.99``; empty: not computed."""
+    withheld: bool = False
+    """Whether metrics of clients, such as the loss, are withheld for privacy."""
     stopped: str = ""
     """Reason of early stopping after this round; empty: training continues."""
     rows: list[record.MetricRow] = field(default_factory=list)

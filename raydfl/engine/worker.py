@@ -11,8 +11,9 @@ import functools
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ from raydfl.training import (
 )
 from raydfl.training.together import run_in_lockstep
 
+T = TypeVar("T")
 KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
 """Prefixes in a private record: private tensors of models, the method's ``step.state``, and the optimiser's moments."""
 
@@ -143,6 +145,10 @@ class Worker:
         replies = [reply for piece in split_pieces(orders) for reply in self._carry_out_piece(piece, broadcast, since)]
         self.private.close()  # before the server learns of the records, because a worker on another node may read them next
         return replies
+
+    def do(self, job: Callable[[Worker], T]) -> T:
+        """Run a job on this worker."""
+        return job(self)
 
     def read_ahead(self, orders: Sequence[Order]) -> None:
         """Prefetch the data of orders from the disk, while this worker executes earlier orders."""

@@ -26,6 +26,7 @@ from ray.tune.result import DONE, SHOULD_CHECKPOINT
 from raydfl.cluster import make_bundles
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
+from raydfl.core.noise_key import KEY_FILE
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, RoundReport, check_same_software, describe_software, load_config, make_config
 from raydfl.engine.storage import RunStore, decisive_changes, read_about, read_rows, write_config
@@ -40,8 +41,8 @@ _IDLE = 0.2
 """Seconds between two reports of an interrupted trial."""
 WORST = 1e9
 """Replacement of a non-finite score. Schedulers need finite scores to rank and average."""
-_LOCKS = (".lock", ".driver.lock")
-"""Lock files of the process that works in a run folder."""
+_OWN = (".lock", ".driver.lock", KEY_FILE)
+"""Files that belong to a single run folder: the locks of its process, and the key of its noise."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ class _Federation(tune.Trainable):
         """Copy the run's folder. No process writes to it between two steps."""
         if self.copies:
             with contextlib.suppress(FileNotFoundError):  # The first step creates the folder.
-                ignored = shutil.ignore_patterns(*_LOCKS)
+                ignored = shutil.ignore_patterns(*_OWN)
                 shutil.copytree(self._order.folder, checkpoint_dir, ignore=ignored, dirs_exist_ok=True)
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | str | None) -> None:
@@ -325,7 +326,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
         about["branches"] = [*about.get("branches", []), before]
     for incomplete in (temporary, folder):
         shutil.rmtree(incomplete, ignore_errors=True)
-    omitted = (*_LOCKS, "report.html", "model*.safetensors", "export")
+    omitted = (*_OWN, "report.html", "model*.safetensors", "export")
     shutil.copytree(parent, temporary, ignore=shutil.ignore_patterns(*omitted))
     about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
     about.pop("mlflow_run_id", None)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from raydfl.data import DataSettings, Population
-from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
+from raydfl.data.features import (
+    FeatureSettings,
+    FileFeatures,
+    ImageFeatures,
+    KaldiFeatures,
+    PretrainedFeatures,
+    SpeechEmbeddingFeatures,
+)
 from raydfl.engine import Config, Criterion
 from raydfl.experiments.protocol import CONTROLS, LABELS
 from raydfl.experiments.results import StudyResults
@@ -172,7 +179,7 @@ def _describe_data(data: DataSettings) -> str:
         return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
     if isinstance(features, KaldiFeatures):
         return f"Kaldi's filter bank, {features.bands} bands at {features.sample_rate / 1000:g} kHz"
-    if isinstance(features, PretrainedFeatures):
+    if isinstance(features, PretrainedFeatures | SpeechEmbeddingFeatures):
         return features.title
     kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
     return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"

@@ -1,4 +1,4 @@
-"""Settings of a study's file. docs/sweeps.md and docs/search.md explain them with examples."""
+"""Settings of a study's file. docs/studies.md and docs/studies.md#search explain them with examples."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Adaptive server optimisers, without the rule of their second moment.
-
-S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2:
-
-    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
-    m <- beta1 m + (1 - beta1) delta
-    v <- the subclass's function of v and delta^2
-    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
-"""
+"""FedAdam, FedYogi and FedAdagrad, without the update of the second moment. Their own files have the equations."""
 
 from __future__ import annotations
 

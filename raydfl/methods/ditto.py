@@ -7,16 +7,19 @@ client of the cohort receives w and computes:
     personal   v_k   <- local training from v_k on  F_k(v) + (lam / 2) ||v - w||^2,   so the gradient gains lam (v - w)
     server     w     <- uniform mean of the w_k
 
-v_k stays with the client. Its initial value is w_0.
+v_k, the private model ``personal`` of ``model``'s architecture, stays with the client. Its initial value is w_0. Each round
+records its training loss, ``personal/loss``.
 
 Readings and deviations:
 
 - The global model is trained before the personal one, on separate batches, so that it equals FedAvg's to the bit. The paper's code
   takes both steps on each batch.
 - Both models are trained for ``train.local_epochs``. ``personal_epochs`` overrides it for v_k.
-- The mean is uniform, as in the paper. ``rule: weighted_mean`` weights by examples. One variant of the paper selects lam on the
-  clients' held-out examples; here lam is fixed.
+- The mean is uniform (``uniform_mean``), as in the paper. ``rule: weighted_mean`` weights by examples. One variant of the paper
+  selects lam on the clients' held-out examples; here lam is fixed.
 - The global model is measured at the server and the clients, the personal models at their clients.
+
+    raydfl run jobs/tiny.yaml run.name=ditto_method train.rounds=1 method=ditto method.lam=0.1
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
 """FedAdagrad: Adagrad at the server, on the clients' mean change.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2 (complete in :mod:`raydfl.methods._adaptive`):
+ICLR 2021, algorithm 2:
 
+    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
+    m <- beta1 m + (1 - beta1) delta
     v <- v + delta^2
+    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
 
-The default beta1 = 0 is the paper's: no momentum. Buffers are averaged without the optimiser.
+The default beta1 = 0 is the paper's: no momentum. Buffers are averaged without the optimiser. A round without updates changes
+nothing.
+
+    raydfl run jobs/tiny.yaml run.name=fedadagrad train.rounds=1 method=fedadagrad method.server_lr=0.1
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ Readings and deviations:
 - Name prefixes of tensors select the upper layers. Without upper layers it is FedAvg.
 - Weights are clipped after all epochs, and mixed as if clipped before. The released code clips them after every batch, trains until
   the loss settles, and uses 80 % of the data.
-- The run's optimiser learns W_i, with the rate eta.
+- The run's optimiser learns W_i, with the rate eta. Use a smaller ``eta`` with Adam.
+- W_i is the private model ``weights``.
+
+    raydfl run jobs/tiny.yaml run.name=fedala method=fedala method.start_epochs=2
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedAPTA: clients prune the received model to their device's ratio, and are clustered by their updates.
+r"""FedAPTA: clients prune the received model to their device's ratio, and are clustered by their updates.
 
 FedAPTA: Federated Multi-task Learning for Heterogeneous Devices with Adaptive Layer-wise Pruning and Task-aware Aggregation,
 algorithm 1 and equations 1 to 5. A round, with the model w_ref that client i receives, its pruning ratio rho_i, the weights N_k of
@@ -14,13 +14,15 @@ layer k and the mask M_i (1 is kept):
          g <- g + (1 / N) sum_i (g_i after - g_i before) / s_i
 
 The drift terms are those of FedDC (L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C. Xu, FedDC: Federated Learning with Non-IID Data via
-Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; the server keeps g for each group.
+Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; the server keeps g for each group. ``train.groups``
+is ``hdbscan`` by default (docs/methods.md#groups-of-clients). With ``ratio: 0``, ``drift: off`` and ``train.groups: none`` it is
+FedAvg to the bit.
 
 The paper's release cannot run: its solver, pruning, recovery and clustering are missing. docs/fedapta.md explains all readings. In
 short:
 
-- Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts all
-  weights N of the network: sum_k p_k N_k = rho_i N.
+- Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts
+  all weights N of the network: sum_k p_k N_k = rho_i N. A ratio above the prunable fraction is then rejected.
 - Equation 1 has many solutions. ``solver`` selects one. ``importance`` is the mean of a layer's |w|, or the sum.
 - Trainable convolutions are pruned, and also hidden units of recurrent layers, absent from the paper.
 - ``drift: full`` is the loss above. ``server`` omits the client's terms, like the release in effect (its terms have no gradient).
@@ -28,8 +30,12 @@ short:
 - The last term of the loss has w - w_ref instead of w. The gradient is the same, and the loss is comparable with other methods'.
 - Means of h are over the clients of the round and group. N is the number of the group's clients.
 - ``recover: false`` averages a filter over the clients that kept it. A filter that no client kept stays unchanged.
-- The learning rate in g's formula is the one before decay, as in the release. With momentum, the effective number of steps replaces
-  E ceil(mean(n) / B), as in :mod:`raydfl.methods._control`.
+- The learning rate in g's formula is the one before decay, as in the release. With momentum, the number of plain steps that move
+  equally far along a constant gradient replaces E ceil(mean(n) / B). ``drift: full`` accepts only ``train.optimiser.name: sgd``.
+
+    raydfl run jobs/tiny.yaml run.name=fedapta train.rounds=1 method=fedapta \
+      method.ratio_from=device train.optimiser='{name: sgd, lr: 0.1}' \
+      data.profile='{device: {values: [0.0, 0.2, 0.4, 0.6, 0.8]}}'
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ Decentralized Data, AISTATS 2017, algorithm 1:
 
 These are the defaults of :class:`raydfl.Method`, so the class overrides nothing. Floating-point buffers are averaged like
 parameters, and integer buffers are not shared (the paper's networks have neither).
+
+    raydfl run jobs/tiny.yaml run.name=fedavg train.rounds=1 method=fedavg
 """
 
 from __future__ import annotations

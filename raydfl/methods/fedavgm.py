@@ -6,8 +6,13 @@ T.-M. H. Hsu, H. Qi, M. Brown, Measuring the Effects of Non-Identical Data Distr
     velocity <- momentum velocity + delta
     w        <- w + server_lr velocity,        velocity_0 = 0
 
-With momentum = 0 and server_lr = 1 it is FedAvg. Buffers are averaged without the optimiser. (Some audio benchmarks divide delta by
-the clients' learning rate and call it "FedOPT". Divide server_lr by this rate for the same result.)
+With momentum = 0 and server_lr = 1 it is FedAvg. Buffers are averaged without the optimiser. A round without updates changes
+nothing, including momentum.
+
+FedMultimodal uses the name "FedOPT" for momentum 0.9 on delta divided by the clients' learning rate. For the same result, set
+server_lr to its server learning rate divided by the clients'.
+
+    raydfl run jobs/tiny.yaml run.name=fedavgm train.rounds=1 method=fedavgm method.momentum=0.5
 """
 
 from __future__ import annotations

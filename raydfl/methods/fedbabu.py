@@ -1,4 +1,4 @@
-"""FedBABU: clients train and average the body under a fixed random head, and fine-tune for evaluation.
+r"""FedBABU: clients train and average the body under a fixed random head, and fine-tune for evaluation.
 
 J. Oh, S. Kim, S.-Y. Yun, FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022, algorithm 1:
 
@@ -8,16 +8,20 @@ J. Oh, S. Kim, S.-Y. Yun, FedBABU: Toward Enhanced Representation for Federated 
 
 Server and clients know the fixed head from the run's seed, so no payload and no checkpoint contains it. The server measures the
 body with this head. A client measures the same model (``model/...``), and the fine-tuned one (``personal/...``).
-``evaluate.fine_tune`` is 5 epochs by default here.
+``evaluate.fine_tune`` (docs/configuration.md#evaluatefine_tune) is 5 epochs by default here. The former options
+``fine_tune_epochs`` and ``fine_tune_part`` are still read.
 
 Readings and deviations:
 
-- The paper fine-tunes once, after the last round. Here each evaluation of clients (``evaluate.every``) fine-tunes, with a new
-  optimiser at the round's learning rate.
+- The paper fine-tunes once, after the last round. Here each evaluation of clients fine-tunes, with a new optimiser at the round's
+  learning rate, and discards the result. This may take longer than the training: raise ``evaluate.every``.
 - The head is the network's last layer, selected by name prefixes of its tensors. ``head: []`` and
   ``evaluate.fine_tune: {epochs: 0}`` are FedAvg.
 - The paper's algorithm weights clients by examples, its code uniformly (``rule: uniform_mean``).
 - FedAPTA describes FedBABU as learning representations by attention. FedBABU has no attention.
+
+    raydfl run jobs/tiny.yaml run.name=fedbabu train.rounds=1 method=fedbabu \
+      evaluate.fine_tune='{epochs: 1}'
 """
 
 from __future__ import annotations

@@ -7,7 +7,13 @@ algorithm 1:
     client   keeps scales, shifts and running statistics of its batch normalisation
 
 Deviations: the paper's mean over clients is uniform (``rule: uniform_mean``). Words in tensors' names select the normalisation
-layers, so that layer and group normalisation can be personal, too. Networks with a shared batch normalisation are rejected.
+layers, so that layer and group normalisation can be personal, too. A network is rejected if it has no normalisation layers, or a
+shared batch normalisation. ``film_cnn`` has batch normalisation, ``split_cnn`` group normalisation, the CRNNs none.
+
+No model is shared as a whole, so the server evaluates none. Clients evaluate their models on their held-out clips and on sampled
+test clips (``evaluate.client_test_clips``).
+
+    raydfl run jobs/tiny.yaml run.name=fedbn train.rounds=1 method=fedbn models.model=film_cnn_tiny
 """
 
 from __future__ import annotations

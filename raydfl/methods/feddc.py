@@ -1,7 +1,7 @@
-"""FedDC: each client tracks its drift from the global model, and sends its drift-corrected model.
+r"""FedDC: each client tracks its drift from the global model, and sends its drift-corrected model.
 
-L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C. Xu, FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction,
-CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all initially 0, and s_i = mean(n) / n_i:
+L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C. Xu, FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and
+Correction, CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all initially 0, and s_i = mean(n) / n_i:
 
     loss     CE + (s_i alpha / 2) ||v - (w - h_i)||^2 + <v, s_i g - g_i>
     client   D_i = w_i - w,    h_i <- h_i + D_i,    g_i <- g_i - s_i g - D_i / (lr E ceil(mean(n) / B))
@@ -12,9 +12,14 @@ Readings and deviations:
 - Scales s_i and g_i follow the released code. With equal clients s_i is 1. The code's means over clients are uniform
   (``rule: uniform_mean``), and it adds the mean drift of all clients to the cohort's mean model. In algorithm 1 the cohort is the
   whole population. Here both means are over the cohort.
-- A client sends the sum w_i + h_i. The mean is the same, for half the bytes.
-- The last term has v - w instead of v, with the same gradient. With momentum, the effective number of steps replaces
-  E ceil(mean(n) / B). Only SGD is supported. Buffers are averaged.
+- A client sends the sum w_i + h_i. The mean is the same. With the control variate, it sends twice FedAvg's bytes, and
+  receives as many.
+- The last term has v - w instead of v, with the same gradient. With momentum, the number of plain steps that move equally far
+  along a constant gradient replaces E ceil(mean(n) / B). Only ``train.optimiser.name: sgd`` is accepted. Buffers are averaged.
+- Without pruning and groups, ``fedapta`` is this method.
+
+    raydfl run jobs/tiny.yaml run.name=feddc train.rounds=1 method=feddc \
+      train.optimiser='{name: sgd, lr: 0.05}'
 """
 
 from __future__ import annotations

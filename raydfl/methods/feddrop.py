@@ -8,10 +8,15 @@ Requirements, 2018, section 2.2:
     server    averages each element over its senders. Elements without senders keep their values
 
 The inputs of the first layer and the outputs of the last layer stay complete. The paper uses one fraction for all clients, 0.5 to
-0.9, often 0.75. Here a profile may set each client's own fraction, as in FedAPTA's comparison.
+0.9, often 0.75. Here a profile (docs/data.md#profiles) may set each client's own fraction, as in FedAPTA's comparison. A layer
+loses inputs and outputs, so half of the channels are about a quarter of the weights. FedAPTA's pruning ratio for FedDrop may mean
+channels or weights: ``share_of`` has both. docs/cuts.md describes the networks that can be cut, the slices that travel, and the
+savings.
 
 Deviations: the paper samples one set of channels for all clients of a round. Here each client has its own. GRUs, absent from the
 paper, lose units (with their three gates, separately for each direction). As in the paper, training does not rescale outputs.
+
+    raydfl run jobs/tiny.yaml run.name=feddrop train.rounds=1 method=feddrop method.share=0.5
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ Regularization, ICLR 2021, equation 1 and algorithm 1. With m clients, the cohor
              g_k <- g_k - alpha (w_k - w)
     server   h   <- h - alpha (1 / m) sum over P of (w_k - w),      w <- mean over P of w_k - h / alpha
 
-A client keeps -g_k. The server keeps -h / alpha, the sum of all clients' changes divided by m, so that alpha = 0 is FedAvg with a
-uniform mean.
+Only the model is sent, and the rule is ``uniform_mean``. A client keeps -g_k. The server keeps -h / alpha, the sum of all
+clients' changes divided by m, so that alpha = 0 is FedAvg with a uniform mean.
 
-Deviations: ``train.local_epochs`` of the run's optimiser minimise equation 1. Buffers are averaged. The released code also divides
-alpha by a client's fraction of the examples.
+Deviations: ``train.local_epochs`` of the run's optimiser minimise equation 1. Buffers are averaged. The released code also
+divides alpha by a client's fraction of the examples.
+
+    raydfl run jobs/tiny.yaml run.name=feddyn train.rounds=1 method=feddyn method.alpha=0.01
 """
 
 from __future__ import annotations

@@ -8,12 +8,19 @@ n_k(y) is the number of client k's examples of class y, n(y) their sum over the 
              y are the labels of the batch, y' is uniform over the classes with examples, B is the batch size,
              alpha_t = max(1e-4, alpha decay^t), and beta_t likewise. No gradient reaches the first argument of KL.
     sent     the network and n_k
-    server   G by ``server_steps`` steps of Adam on   mean of sum_k n_k(y) / n(y) CE(head_k(G(y, e)), y)  + diversity D,
+    server   G by server_steps steps of Adam on   mean of sum_k n_k(y) / n(y) CE(head_k(G(y, e)), y)  + diversity D,
              D = exp(-mean over pairs of ||e_i - e_j||^2 / n * ||G_i - G_j||_1 / d), with n noise values and d features,
              y uniform over the cohort's classes with examples. Then w as in FedAvg.
 
-The first round uses no generated features, nor does a later round after its first ``generated_epochs`` epochs. The server's state
-has the generator under the key ``generator``. Adam's moments are under ``generator/moments``, and are never sent.
+The first round uses no generated features, nor does a later round after its first ``generated_epochs`` epochs. From the second
+round clients receive the generator. Adam's moments are never sent. Each round records ``generator/loss``, without the diversity
+D.
+
+The objective must be ``classify``. Each of several data sets (docs/data.md#parts) has its own generator. A network of your own
+needs ``embed(x, lengths=None)``, float32 [batch, width], and a linear last layer ``output``.
+
+An aggregation rule receives only the networks. The generator learns from all received last layers, weighted by the clients'
+claimed counts, so a robust rule does not protect it.
 
 Readings and deviations:
 
@@ -22,8 +29,11 @@ Readings and deviations:
 - G has one output per input of the network's last layer. The paper's networks have 32.
 - Each example has its own weight n_k(y) / n(y). The paper's code multiplies every example's loss by every example's weight. It
   counts the examples sampled in the round, plus one, and samples labels from classes with at least two examples.
-- The learning rate of Adam also decays by ``decay`` in each round, as in the code. An alpha or beta of 0 stays 0, not 1e-4.
+- The learning rate of Adam also decays by ``decay`` in each round, as in the code. An alpha or beta of 0 stays 0, not 1e-4. With
+  both at 0 the method is FedAvg to the bit.
 - The defaults are the code's for MNIST.
+
+    raydfl run jobs/tiny.yaml run.name=fedgen method='{name: fedgen, alpha: 1, beta: 1}'
 """
 
 from __future__ import annotations

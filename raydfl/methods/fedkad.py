@@ -1,4 +1,4 @@
-"""FedKAD: clients exchange the mean top-level features of each class, and keep their networks private.
+r"""FedKAD: clients exchange the mean top-level features of each class, and keep their networks private.
 
 FedKAD (knowledge aggregation and distillation over top-level feature maps) as modified by FedMLAC for its comparison: without
 public data and global logits, clients communicate only class-wise aggregated feature maps. The modification's code and equations
@@ -15,13 +15,24 @@ runs over all examples of the batch, with 0 for unknown classes. P projects orth
 networks isometrically. Its singular values are 1, so it never stretches a gradient. It depends only on both sizes, so all clients
 and all runs share it. With lam = 0 every client trains alone.
 
-``weights: true`` also averages the networks' weights, as in FedAvg, and yields a global model. It needs one architecture.
+The objective must be ``classify``, without ``data.parts``. Networks may differ between clients. A client sends and receives
+(``size`` + 1) values for each class and nothing else. CRNN-Tiny has 32 features, Lite and Mid 64, Base and Deep 256. A network of
+your own needs ``embed(x, lengths=None)``, float32 [batch, width], and a last layer ``output`` that ``forward`` applies to its
+result.
 
 For a class without local examples, a client returns the received mean with weight 0. A rule that ignores weights thus sees no
 change. Class means are computed in evaluation mode.
 
+``weights: true`` also averages the networks' weights, as in FedAvg. It needs one architecture, and yields a global model,
+comparable with other methods' on the server's test data. Report it as a variant. Without it, a network that learns from one
+client's few clips cannot classify unseen speakers as well as FedKAD in FedMLAC's table.
+
 Without ``weights`` there is no global model. Each client's network is measured on its held-out clips and on sampled test clips
 (``evaluate.client_test_clips``). ``prototypes/accuracy`` is the accuracy of predicting the class with the nearest K_c to g_k(x).
+
+    raydfl run jobs/tiny.yaml run.name=fedkad method=fedkad 'models.model=[crnn_tiny, crnn_lite]'
+    raydfl run jobs/tiny.yaml run.name=fedkad_weights train.rounds=1 \
+      method='{name: fedkad, weights: true}'
 """
 
 from __future__ import annotations

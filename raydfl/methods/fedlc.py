@@ -14,7 +14,9 @@ Readings and deviations:
   implementations use cross-entropy, the default here.
 - A class without local examples would have an infinite shift. With 1e-8 the shift is 100 tau, so that the class hardly counts.
 - The counts are the client's own. Some code sums them over all clients, and thereby shifts all classes of balanced data equally.
-- Logits are shifted only in training.
+- Logits are shifted only in training. The objective must be ``classify``.
+
+    raydfl run jobs/tiny.yaml run.name=fedlc train.rounds=1 method=fedlc method.tau=0.5
 """
 
 from __future__ import annotations

@@ -9,10 +9,13 @@ AAAI 2024, following its code. After the training in its first round, client k p
     later rounds    the client computes with the same masks
     server          w <- sum_k n_k w_k / sum_k n_k of the unmasked tensors
 
-Masked weights get no gradient, so a client returns the received values. As in the code, weight decay still changes them. All layers
-lose the same fraction. The frozen, shared encoder is an option of the network (``freeze``), or a stem without training.
+Masked weights get no gradient, so a client returns the received values. As in the code, weight decay still changes them. All
+layers lose the same fraction. The frozen, shared encoder is an option of the network (``freeze``,
+docs/own-method.md#frozen-tensors), or a stem without training.
 
 Deviations: hidden units of recurrent layers, absent from the paper, are pruned too. Each layer keeps at least one channel.
+
+    raydfl run jobs/tiny.yaml run.name=fedlps method=fedlps method.ratio=0.25
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""FedMLAC: a private local model and a shared plug-in model learn from each other, with layer-wise pruning aggregation.
+r"""FedMLAC: a private local model and a shared plug-in model learn from each other, with layer-wise pruning aggregation.
 
 FedMLAC: Mutual Learning Driven Heterogeneous Federated Audio Classification, equations:
 
     (6)     CE of the local model
     (7, 8)  L_local = alpha CE(F_k(x), y) + (1 - alpha) KL(p_g || p_k)
     (9)     L_plug  = KL(p_k || p_g)
-    (10-14) layer-wise pruning aggregation (LPA): raydfl.rules.LayerwisePruning
+    (10-14) layer-wise pruning aggregation (LPA): the rule lpa
 
 p_k and p_g are the softmax outputs of the client's local model and of its plug-in. KL(a || b) = sum_c a_c (log a_c - log b_c),
 averaged over the batch. In each loss the teacher's output is a constant. The local model never leaves the client and may have any
@@ -16,15 +16,39 @@ Readings and deviations:
 - Equation 4 has the learner first in the divergence, equations 7 and 9 the teacher. The code uses 7 and 9.
 - The paper does not give alpha, vl, vh and the temperature. They are 0.5, 0.1, 0.1 and 1 here. A temperature T softens both outputs
   and multiplies the divergence by T^2, so that gradients keep their size.
-- ``form: literal`` is equation 9 as printed: the plug-in learns only from the local model. ``form: supervised`` adds cross-entropy
-  to the plug-in's loss with weight 1. A number sets the weight.
+- ``form: literal`` is equation 9 as printed: the plug-in learns only from the local model, which takes many rounds
+  (docs/fedmlac.md). ``form: supervised`` adds cross-entropy to the plug-in's loss with weight 1. A number sets the weight.
 - The paper does not define the initial local models. At a client's first participation, ``warm_epochs`` epochs train its local
-  model alone with cross-entropy. Without them the plug-in first learns from untrained teachers. They cost no communication.
+  model alone with cross-entropy. Without them the plug-in first learns from untrained teachers. They cost computation, but no
+  communication.
 - One forward pass updates both models. ``sequential`` updates the local model first, and the plug-in learns from the updated
   model, another reading of algorithm 1.
-- A layer is a module: weight and bias together, and a GRU is one layer. ``layer: tensor`` treats each tensor separately.
+- A layer is a module: weight and bias together, and a GRU is one layer. ``layer: tensor`` treats each tensor separately. Pruned
+  clients are rounded down: with vl = vh = 0.1 a cohort of fewer than 10 clients loses none.
 - Ablations: ``lpa: false`` uses the mean weighted by examples. ``mutual: false`` trains both models with cross-entropy alone and
   keeps LPA. The paper does not define it, but a plug-in without a loss would not learn.
+- The paper does not name the model of its tables. Recorded are ``test plugin/...`` (the plug-in on the server's test data,
+  comparable with the global models of other methods), ``test local/...`` (local models on sampled test clips) and
+  ``validation local/...`` (on their clients' held-out clips).
+
+The objective must be ``classify``. ``train.optimiser.models: {plugin: 0.3, local: 0.1}`` sets each model's learning rate.
+
+    raydfl run jobs/tiny.yaml run.name=fedmlac train.rounds=1 method=fedmlac \
+      'models.local=[crnn_tiny, crnn_lite]'
+    raydfl run jobs/tiny.yaml run.name=no_lpa train.rounds=1 \
+      method='{name: fedmlac, lpa: false, form: supervised}'
+    raydfl run jobs/tiny.yaml run.name=warm train.rounds=1 method='{name: fedmlac, warm_epochs: 2}'
+
+The paper's settings. alpha, the temperature, vl, vh, and SGD without momentum and weight decay are assumptions:
+
+    method: {name: fedmlac, form: literal, alpha: 0.5, temperature: 1.0, vl: 0.1, vh: 0.1}
+    models: {plugin: crnn_lite, local: crnn_base}
+    train:
+      rounds: 5000
+      cohort: 0.2
+      local_epochs: 1
+      batch_size: 16
+      optimiser: {name: sgd, lr: 0.01}
 """
 
 from __future__ import annotations

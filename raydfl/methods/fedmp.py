@@ -14,8 +14,12 @@ Deviations:
   ratio with the largest discounted mean + exploration sqrt(ln(all tries) / tries) (UCB).
 - T_k is not measured but modelled, n_k (1 - p_k) / speed_k, so that results do not depend on the machine or on a resume. The
   paper divides by |T_k - mean T| alone, which may be 0. Here 1 is added to its ratio to the mean.
-- The pruned model is sent as a masked model (:mod:`raydfl.methods._pruning` describes the consequences).
+- The pruned model is sent as a masked model. Masks save neither time nor memory nor bytes (docs/fedapta.md#masks-save-nothing).
 - Means are weighted by examples, so that ``ratios: [0]`` is FedAvg.
+
+Each round records ``fedmp/ratio``, the cohort's mean ratio.
+
+    raydfl run jobs/tiny.yaml run.name=fedmp method=fedmp method.ratios='[0.0, 0.5]'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedNova: clients' changes are divided by their local steps before the mean, so that unequal work biases nothing.
+r"""FedNova: clients' changes are divided by their local steps before the mean, so that unequal work biases nothing.
 
 J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization, NeurIPS 2020, algorithm 1. With p_k = n_k / sum_j n_j over the cohort, tau_k local steps of SGD with momentum rho:
@@ -11,6 +11,9 @@ A client sends w + d_k, so that every aggregation rule applies to normalised mod
 and the rule averages both. Equal steps at all clients give FedAvg.
 
 Deviations: buffers are averaged without normalisation. The server has no momentum. Other optimisers than SGD are rejected.
+
+    raydfl run jobs/tiny.yaml run.name=fednova train.rounds=1 method=fednova \
+      train.optimiser='{name: sgd, lr: 0.05}'
 """
 
 from __future__ import annotations

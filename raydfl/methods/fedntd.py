@@ -6,7 +6,10 @@ logits of the other classes:
 
     loss  mean of CE(z, y) + beta tau^2 KL( softmax(z_g^{-y} / tau) || softmax(z^{-y} / tau) )
 
-No gradient reaches z_g. The factor tau^2, as in the authors' code, keeps the gradients' size independent of tau.
+The objective must be ``classify``. No gradient reaches z_g. The factor tau^2, as in the authors' code, keeps the gradients' size
+independent of tau.
+
+    raydfl run jobs/tiny.yaml run.name=fedntd train.rounds=1 method=fedntd method.tau=3
 """
 
 from __future__ import annotations

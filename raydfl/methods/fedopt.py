@@ -4,12 +4,14 @@ FedMLAC names its baseline FedOPT after S. Reddi et al., Adaptive Federated Opti
 Its protocol, FedAudio (T. Zhang et al., FedAudio: A Federated Learning Benchmark for Audio Tasks, ICASSP 2023), passes -delta as
 the gradient to torch.optim.Adam, and keeps Adam's state between rounds:
 
-    delta = mean_k (w_k) - w        (uniform over the cohort)
+    delta = mean_k (w_k) - w        (rule: uniform_mean)
     m <- beta1 m + (1 - beta1) delta,        v <- beta2 v + (1 - beta2) delta^2,        m_0 = v_0 = 0
     w <- w + server_lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),        t = 1, 2, ...
 
-It differs from ``fedadam``, the paper's algorithm, in the bias correction, in v_0 and in the defaults. Buffers are averaged without
-the optimiser.
+It differs from ``fedadam``, the paper's algorithm, in the bias correction, in v_0 and in the defaults. Buffers are averaged
+without the optimiser. A round without updates changes nothing.
+
+    raydfl run jobs/tiny.yaml run.name=fedopt train.rounds=1 method=fedopt
 """
 
 from __future__ import annotations

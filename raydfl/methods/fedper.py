@@ -1,10 +1,16 @@
-"""FedPer: the server averages the base layers, and each client keeps its personal layers.
+r"""FedPer: the server averages the base layers, and each client keeps its personal layers.
 
 M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, Federated Learning with Personalization Layers, 2019, algorithms 1-2:
 clients train base and personal layers together and send only the base. The server averages it, weighted by examples.
 
 Personal layers start from the same initial values at every client. Deviation: the paper counts personal layers from the output
 (K_P). Here name prefixes of tensors select them, in any network.
+
+No model is shared as a whole, so the server evaluates none. Clients evaluate their models on their held-out clips and on sampled
+test clips (``evaluate.client_test_clips``).
+
+    raydfl run jobs/tiny.yaml run.name=fedper train.rounds=1 method=fedper \
+      method.personal='[model/output, model/gru]'
 """
 
 from __future__ import annotations

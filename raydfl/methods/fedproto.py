@@ -7,8 +7,9 @@ AAAI 2022, algorithm 1. With f_i the features that the last layer of client i's 
     (6)  C_j   = sum_i n_i,j C_i,j / sum_i n_i,j
     (7)  loss    CE + lam d(f_i(x), C_y),    d(a, b) = mean of (a - b)^2 over the features
 
-A class without a global mean has no second term. Each client's network stays private. ``prototypes/accuracy`` measures the paper's
-prediction, the class with the nearest mean.
+A class without a global mean has no second term. Each client's network stays private and is measured on its held-out clips and on
+sampled test clips (``evaluate.client_test_clips``). ``prototypes/accuracy`` measures the paper's prediction, the class with the
+nearest mean. The objective must be ``classify``, without ``data.parts``.
 
 Readings and deviations:
 
@@ -16,7 +17,9 @@ Readings and deviations:
 - Equation 6 divides once more by the number of clients with the class, which shrinks the mean. The released code takes the plain
   mean over these clients.
 - Class means are computed after the training, in evaluation mode; the released code uses the features of the last epoch's batches.
-- Features must be equally many at all clients. :mod:`raydfl.methods.fedkad` maps features of different numbers to a common size.
+- Features must be equally many at all clients. ``fedkad`` maps different numbers of features to a common size.
+
+    raydfl run jobs/tiny.yaml run.name=fedproto method=fedproto
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""FedProx: FedAvg with a proximal term that keeps clients near the received model.
+r"""FedProx: FedAvg with a proximal term that keeps clients near the received model.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, Federated Optimization in Heterogeneous Networks, MLSys 2020,
 equation 2:
 
     min_w  F_k(w) + (mu / 2) ||w - w_t||^2,    so the gradient gains mu (w - w_t)
 
-Audio papers with FedProx as a baseline do not give mu. The original tries 0.001 to 1. Deviation: every client trains for the
-configured epochs. The paper also allows unequal work.
+Deviation: every client trains for the configured epochs. The paper also allows unequal work.
 
-``squared: false`` is the form of FedAudio, (mu / 2) sum over tensors of ||w - w_t||_2 without the square: a pull of size mu / 2 on
-each tensor, at any distance. FedAudio's mu is 1, and its mean over the cohort is uniform:
-``method='{name: fedprox, squared: false, mu: 1.0, rule: uniform_mean}'``.
+``squared: false`` is the form of FedAudio, (mu / 2) sum over tensors of ||w - w_t||_2 without the square: a pull of size mu / 2
+on each tensor, at any distance. FedAudio's mu is 1, and its mean over the cohort is uniform (second command). FedMLAC's
+comparison follows FedAudio's protocol, and reports neither the form nor mu.
+
+    raydfl run jobs/tiny.yaml run.name=fedprox train.rounds=1 method=fedprox method.mu=0.1
+    raydfl run jobs/tiny.yaml run.name=fedprox_as_run train.rounds=1 \
+      method='{name: fedprox, squared: false, mu: 1.0, rule: uniform_mean}'
 """
 
 from __future__ import annotations

@@ -3,12 +3,17 @@
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting Shared Representations for Personalized Federated Learning, ICML
 2021, algorithm 1. With the representation phi and the head h_k of client k:
 
-    client   h_k   <- ``head_epochs`` epochs with phi fixed
-             phi_k <- ``train.local_epochs`` epochs with h_k fixed; phi_k is sent
+    client   h_k   <- head_epochs epochs with phi fixed
+             phi_k <- train.local_epochs epochs with h_k fixed; phi_k is sent
     server   phi   <- mean of the phi_k
 
 Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's). Name prefixes of tensors select the head, as
 in FedPer. Without a head it is FedAvg.
+
+No model is shared as a whole, so the server evaluates none. Clients evaluate their models on their held-out clips and on sampled
+test clips (``evaluate.client_test_clips``).
+
+    raydfl run jobs/tiny.yaml run.name=fedrep train.rounds=1 method=fedrep method.head_epochs=2
 """
 
 from __future__ import annotations

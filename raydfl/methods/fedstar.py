@@ -1,4 +1,4 @@
-"""FedSTAR: clients learn from a few labelled clips, and from pseudo-labels of many unlabelled clips.
+r"""FedSTAR: clients learn from a few labelled clips, and from pseudo-labels of many unlabelled clips.
 
 V. Tsouvalas, A. Saeed, T. Ozcelebi, Federated Self-Training for Semi-Supervised Audio Recognition, ACM TECS 2022. In each step a
 client computes one forward pass z = f(x_l, x_u), with dropout, over clips x_l with labels y and unlabelled clips x_u:
@@ -7,7 +7,10 @@ client computes one forward pass z = f(x_l, x_u), with dropout, over clips x_l w
     L_s         mean of CE(z_l, y)
     L_u         sum of CE(z_u, guess) over accepted guesses, divided by the number of all x_u; no gradient reaches guesses
     loss        (1 - beta) L_s + beta L_u + decay * sum of squares of all convolution kernels
-    tau         from ``threshold``'s first to its second value along half a cosine over the rounds, 1 for the first round
+    tau         from threshold's first to its second value along half a cosine over the rounds, 1 for the first round
+
+The objective must be ``classify``, and ``data.unlabelled`` sets the pools (docs/data.md#dataunlabelled). docs/fedstar.md has the
+paper's settings, its baselines and the reasons of the readings.
 
 An epoch is one pass over the unlabelled clips, with ``train.batch_size`` / 2 per step. Labelled clips repeat, equally many per
 step. The optimiser is Adam at 0.001 with ``eps: 1e-7``, restarted in each round.
@@ -26,6 +29,12 @@ Readings. The paper and its code differ. The defaults follow the code, the sourc
 Beyond the paper: ``per_class`` is FlexMatch's curriculum (B. Zhang et al., NeurIPS 2021, equations 6, 7 and 11), with counts
 once a round from the received model. ``strong`` names a view whose outputs learn the pseudo-labels of the model's own view
 (FixMatch: K. Sohn et al., NeurIPS 2020).
+
+Each round records ``accepted``, the fraction of pseudo-labels above the threshold, and ``pseudo_label_accuracy``, the correct
+fraction of these, where the true label is known. Neither affects the training.
+
+    raydfl run jobs/tiny.yaml run.name=fedstar method=fedstar models.model=split_cnn_tiny \
+      data.unlabelled='{keep: 0.4}'
 """
 
 from __future__ import annotations

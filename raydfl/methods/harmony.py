@@ -1,17 +1,19 @@
-"""Harmony: a federation for each view, then groups of clients with all views and similar modality bias train a fusion.
+r"""Harmony: a federation for each view, then groups of clients with all views and similar modality bias train a fusion.
 
 X. Ouyang, Z. Xie, H. Fu, S. Cheng, L. Pan, N. Ling, G. Xing, J. Zhou, J. Huang, Harmony: Heterogeneous Multi-Modal Federated
 Learning through Disentangled Model Training, MobiSys 2023.
 
-Phase ``unimodal`` is FedAvg of each view's network, encoder and head, over all clients with the view. A client with several views
-trains their networks in turn, the student's first. In phase ``fusion``, each client with all views fine-tunes its own copies of the
-first phase's encoders together with the fusion classifier, and sends
+The method has two phases (docs/configuration.md#trainphases). Phase ``unimodal`` is FedAvg of each view's network, encoder and
+head, over all clients with the view. A client with several views trains their networks in turn, the student's first. In phase
+``fusion``, each client with all views fine-tunes its own copies of the first phase's encoders together with the fusion
+classifier, and sends
 
     the classifier's update  d_i,   and for each view m the bias  b_im = 1 - cos(w_im, w_m)
 
 with the first phase's encoder w_m and the client's encoder w_im. The server divides the biases of each view by their maximum,
-clusters the clients by k-means into ``groups``, and adds the mean of the members' updates to each group's classifier. Encoders stay
-with the clients.
+clusters the clients by k-means into ``groups``, and adds the mean of the members' updates to each group's classifier. Encoders
+stay with the clients. The audio model is thus FedAvg's over all clients, to the bit. For this model alone, set
+``train.phases.unimodal.rounds`` to ``train.rounds``.
 
 Readings and deviations:
 
@@ -20,8 +22,13 @@ Readings and deviations:
   receives the mean of the last round's classifiers.
 - With fewer sampled clients than ``groups``, each client is a group.
 - The release trains the classifier at 1e-3 and encoders at 1e-4. Set ``train.phases.fusion.optimiser.models`` for this.
-- The mean is uniform. ``rule: weighted_mean`` weights by examples.
+- The mean is uniform (``uniform_mean``). ``rule: weighted_mean`` weights by examples.
 - If no client has all views, the second phase has no clients and changes nothing.
+
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views).
+
+    raydfl run jobs/tiny.yaml run.name=harmony train.rounds=2 method=harmony \
+      models='{a: crnn_tiny, b: crnn_tiny}'
 """
 
 from __future__ import annotations

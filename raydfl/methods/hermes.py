@@ -3,8 +3,8 @@
 A. Li, J. Sun, P. Li, Y. Pu, H. Li, Y. Chen, Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients,
 MobiCom 2021. A round, with client k's own model v_k and mask m_k:
 
-    client   prunes a further fraction ``step`` of each layer's filters with the smallest L1 norm, up to ``target``, if its
-             held-out accuracy reaches ``threshold``. Then it trains m_k * v_k, and sends the model and the mask.
+    client   prunes a further fraction step of each layer's filters with the smallest L1 norm, up to target, if its
+             held-out accuracy reaches threshold. Then it trains m_k * v_k, and sends the model and the mask.
     server   averages the filters kept by the whole cohort, weighted by n_k, and writes them into every client's model.
              All other filters remain the client's own.
 
@@ -12,8 +12,14 @@ The paper stores the clients' models at the server. Here they stay with the clie
 its round, and a returning client takes over all means since its last participation. Both are equivalent, also for clients that
 pause. The server's ``global`` is the model of a client before its first participation.
 
-Deviations: a client without held-out clips measures on its training data. Hidden units of recurrent layers, absent from the paper,
-are pruned too. Filters are masked (:mod:`raydfl.methods._pruning`). A client never regains pruned filters.
+Deviations: a client without held-out clips measures on its training data. Hidden units of recurrent layers, absent from the
+paper, are pruned too. Filters are masked. Masks save neither time nor memory nor bytes (docs/fedapta.md#masks-save-nothing). A
+client never regains pruned filters.
+
+The objective must be ``classify``. Clients are measured with their own models, the server with the model before the first
+participation. Each round records ``hermes/kept_by_all``, the fraction of filters kept by the whole cohort.
+
+    raydfl run jobs/tiny.yaml run.name=hermes method=hermes method.threshold=0
 """
 
 from __future__ import annotations

@@ -1,24 +1,33 @@
-"""ModalityMirror: clients with audio and video teach an audio model for clients without video.
+r"""ModalityMirror: clients with audio and video teach an audio model for clients without video.
 
 ModalityMirror: Improving Audio Classification in Modality Heterogeneity Federated Learning with Multimodal Distillation.
 
-Phase ``multimodal`` (algorithm 1) is :mod:`raydfl.methods.multifl`. Phase ``distil`` (algorithm 2) continues with the clients
-with all views. The teacher is the first phase's last encoders and fusion, frozen and in evaluation mode. The student starts from
-the first phase's network of its view, encoder and head, and learns
+The method has two phases (docs/configuration.md#trainphases). Phase ``multimodal`` (algorithm 1) is ``multifl``
+(docs/methods.md#multifl). Phase ``distil`` (algorithm 2) continues with the clients with all views. The teacher is the first
+phase's last encoders and fusion, frozen and in evaluation mode. The student starts from the first phase's network of its view,
+encoder and head, and learns
 
     CE(student(x_A), y) + w T^2 KL(p_M || p_A),    p = softmax(logits / T), mean over the batch
 
-with the teacher's p_M and the student's p_A. The server averages the students. Clients receive the teacher once.
+with the teacher's p_M and the student's p_A. The server averages the students. Clients receive the teacher once. A federation
+without a client with all views is rejected.
 
 Readings and deviations:
 
 - The paper prints KL(p_A || p_M), with the student first (``divergence: literal``). The default is KL(p_M || p_A), the usual
   distillation, and the result of library functions of (log student, teacher).
-- The paper gives neither T nor w, and no factor T^2. Here T is 2, w is 1, and T^2 keeps the gradients' size.
+- The paper gives neither T (``temperature``) nor w (``kd_weight``), and no factor T^2. Here T is 2, w is 1, and T^2 keeps the
+  gradients' size.
 - Algorithm 2 sums over the clients with all views, but divides by the number of audio-only clients. Here the sum is divided by its
   own number of clients.
-- Heads and the uniform mean are those of MultiFL. The fusion reads zeros for a clip's missing view.
+- Heads and the mean (``uniform_mean``) are those of MultiFL. The fusion reads zeros for a clip's missing view.
 - Both phases accept any views. ``student`` names the student's view, and all views teach.
+
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views). docs/modality_mirror.md has
+the reasons of the readings.
+
+    raydfl run jobs/tiny.yaml run.name=mirror train.rounds=2 method=modality_mirror \
+      models='{a: crnn_tiny, b: crnn_tiny}'
 """
 
 from __future__ import annotations

@@ -13,6 +13,12 @@ A projection head between the features and the last layer yields z, the input of
 ReLU between them. Its tensors are ``model/output.project...``, and the last layer's ``model/output.classify...``. With
 ``projection: null`` there is no head, and z is the features. With mu 0 this is FedAvg to the bit. With the head, mu 0 is FedAvg
 of the larger network, as in the paper's baselines.
+
+The objective must be ``classify``. A client stores its previous model, and a step takes three forward passes instead of one.
+Files for ``models.model.init_from`` name the last layer differently, so exclude it (``keep`` and ``ignore``). A network of your
+own needs ``embed(x, lengths=None)``, float32 [batch, width], and a linear last layer ``output``.
+
+    raydfl run jobs/tiny.yaml run.name=moon train.rounds=1 method='{name: moon, projection: 16}'
 """
 
 from __future__ import annotations

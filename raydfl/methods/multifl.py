@@ -1,4 +1,4 @@
-"""MultiFL: the server averages encoders over all their owners, and heads and the fusion over their trainers.
+r"""MultiFL: the server averages encoders over all their owners, and heads and the fusion over their trainers.
 
 MultiFL is a baseline of ModalityMirror, and the first stage of this method (ModalityMirror: Improving Audio Classification in
 Modality Heterogeneity Federated Learning with Multimodal Distillation, algorithm 1). A client with all views trains the encoders
@@ -16,11 +16,17 @@ all of its networks.
 
 Readings and deviations:
 
-- The paper does not define who trains which head. ``heads`` has both readings (docs/modality_mirror.md).
-- The mean is uniform, as in the algorithm. ``rule: weighted_mean`` weights by examples, as in FedAvg.
+- The paper does not define who trains which head. ``heads`` has both readings. The choice decides much of the result
+  (docs/modality_mirror.md).
+- The mean is uniform (``uniform_mean``), as in the algorithm. ``rule: weighted_mean`` weights by examples, as in FedAvg.
 - The original MultiFL learns autoencoders without labels and a classifier at the server. The paper's baseline does not.
 - In a round without clients of a kind, their networks keep their values. ``clients/fused`` and ``clients/apart`` count the clients
   with the fusion and without it.
+
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views).
+
+    raydfl run jobs/tiny.yaml run.name=multifl train.rounds=1 method=multifl \
+      models='{a: crnn_tiny, b: crnn_tiny}'
 """
 
 from __future__ import annotations

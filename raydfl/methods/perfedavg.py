@@ -1,4 +1,4 @@
-"""Per-FedAvg: clients train the global model to be accurate after one step on their data.
+r"""Per-FedAvg: clients train the global model to be accurate after one step on their data.
 
 A. Fallah, A. Mokhtari, A. Ozdaglar, Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
 Approach, NeurIPS 2020, algorithm 1, in its first-order form (FO, section 5). For each batch with the halves D and D':
@@ -11,7 +11,12 @@ Readings and deviations:
 
 - D and D' are the even and the odd examples of a batch. The paper samples them separately.
 - The mean is weighted by examples. The paper's is uniform (``rule: uniform_mean``).
-- v is a second network at the client. Momentum, clipping and optimisers other than SGD would change its step, and are rejected.
+- v is a private network at the client, ``adapted``. Momentum, clipping and optimisers other than SGD would change its step, and
+  are rejected.
+- The global model is measured before any step at a client.
+
+    raydfl run jobs/tiny.yaml run.name=perfedavg train.rounds=1 method=perfedavg method.alpha=0.05 \
+      train.optimiser='{name: sgd, lr: 0.05}'
 """
 
 from __future__ import annotations

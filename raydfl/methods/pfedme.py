@@ -3,14 +3,19 @@
 C. T. Dinh, N. H. Tran, T. D. Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, algorithm 1 and
 equation 7. For each batch D of client i, with its local copy w_i of w:
 
-    theta_i  ~ argmin over v of  F_i(v; D) + (lam / 2) ||v - w_i||^2     by ``personal_steps`` steps of rate ``personal_lr``   (7)
+    theta_i  ~ argmin over v of  F_i(v; D) + (lam / 2) ||v - w_i||^2     by personal_steps steps of rate personal_lr   (7)
     w_i      <- w_i - lr lam (w_i - theta_i)                            lr is the run's learning rate
     server   w <- (1 - beta) w + beta mean of the w_i
 
-theta_i starts from w in every round, and continues from batch to batch. It stays with the client. Clients are measured with both
-models.
+theta_i, the private model ``personal`` of ``model``'s architecture, starts from w in every round, and continues from batch to
+batch. Clients are measured with both models.
+
+The rule is ``uniform_mean``. The learning rate times ``lam`` should be below 1: it is the fraction of the distance to theta_i
+that w_i moves.
 
 Deviations: the run's optimiser takes all steps, including those of theta_i. Buffers of w_i do not change.
+
+    raydfl run jobs/tiny.yaml run.name=pfedme train.rounds=1 method=pfedme method.lam=1
 """
 
 from __future__ import annotations

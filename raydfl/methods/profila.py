@@ -1,4 +1,4 @@
-"""ProFiLA: clients train normal clips towards their own prototype, aligned with a common prototype that conditions the network.
+r"""ProFiLA: clients train normal clips towards their own prototype, aligned with a common prototype that conditions the network.
 
 Fed-ProFiLA-AD, a method for anomalous machine sounds, equations 4 to 6. Client k keeps its adapter, its projection and its
 prototype mu_k. The server has all other tensors and the common prototype mu. z is the network's output for a clip, scaled to
@@ -15,11 +15,13 @@ length 1. u(x) is x scaled to length 1. A round t = 1, 2, ... of E local epochs:
     (4)  w_k = alpha n_k / sum n + beta exp(A_k) / sum exp(A)
          theta <- sum w_k theta_k,    mu <- u(r mu + (1 - r) u(sum w_k mu_k))
 
+Options: ``lam`` is l0 and l1, ``warm_rounds`` Tw, ``total_rounds`` T, ``renewal`` s, ``prototype_momentum`` r.
+
 A_k is the area under the ROC curve on client k's validation clips. It is undefined without anomalous clips. Then the client keeps
 its learning rate, and (4) uses the mean of the defined A_k. If no client has an A_k, (4) uses FedAvg's weights.
 
 Readings. The paper leaves the first term of the loss open, and the authors' code differs from the paper. docs/profila.md explains
-the choices. :mod:`raydfl.methods.profila_as_run` has the alternatives as options:
+the choices, with baselines and jobs. ``profila_as_run`` has the alternatives as options:
 
 - The first term is the code's. The batch's mean is aligned, with its whole gradient.
 - Lambda rises after the warm-up, as in the code. In the printed equation 5 it falls.
@@ -28,6 +30,13 @@ the choices. :mod:`raydfl.methods.profila_as_run` has the alternatives as option
 Deviations: the adapters are private (in the code all clients share a single adapter). Clients are measured after the aggregation.
 Networks train in training mode in each epoch. The running mean within an epoch has the ``momentum`` of ``compact``, 0.9. With
 ``train.optimiser.keep`` false, the optimiser restarts in each epoch.
+
+The objective must be ``compact``, with one centre (``by: all``). The common prototype is a buffer of the network,
+``model/prototype``. ``film_cnn`` is conditioned on it. Other networks gain a buffer without effect on their outputs. Each round
+records ``performance``, the mean of the defined A_k.
+
+    raydfl run jobs/tiny.yaml run.name=profila train.rounds=1 method=profila \
+      models.model=film_cnn_tiny objective='{name: compact, size: 8}'
 """
 
 from __future__ import annotations

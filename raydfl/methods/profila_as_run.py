@@ -1,13 +1,14 @@
-"""ProFiLA as run: Fed-ProFiLA-AD with the readings and the anomalous clips of the authors' code as options.
+r"""ProFiLA as run: Fed-ProFiLA-AD with the readings and the anomalous clips of the authors' code as options.
 
-Unlike in the paper, the code's batches contain anomalous clips too, from the pools ``normal`` and ``anomalous``. Three terms push
-them away, in the notation of :mod:`raydfl.methods.profila`:
+Equations, requirements and private layers are those of ``profila`` (docs/methods.md#profila), where options here do not change
+them. Unlike in the paper, the code's batches contain anomalous clips too, from the pools ``normal`` and ``anomalous``
+(docs/data.md#pools), required unless ``anomalous_share`` is 0. Three terms push them away:
 
     push        mean of relu(margin - ||z - u(m)||)^2 over the anomalous clips, and the same for the batch's normal centre
     contrast    the supervised contrastive loss of two classes (P. Khosla et al., NeurIPS 2020, equation 2)
 
-``anomalous_share: 0`` removes the anomalous clips, to test each reading with normal clips alone. The following readings of the code
-are not defaults here (docs/profila.md explains them):
+``anomalous_share: 0`` removes the anomalous clips, to test each reading with normal clips alone. With defaults for the rest it is
+then ``profila`` to the bit. The following readings of the code are not defaults here (docs/profila.md explains them):
 
 - ``centre_of: all``: the mean and the first term include the whole batch.
 - ``align: smoothed``: u(m) is aligned, so a twentieth of the gradient remains.
@@ -16,6 +17,16 @@ are not defaults here (docs/profila.md explains them):
 - ``steer: test``: the code computes A_k on test data.
 
 ``schedule: literal`` is equation 5 as printed. ``task: compact`` replaces the first term by the objective's own loss.
+
+With ``anomalous_share: 0``, ``task: compact``, ``lam: [0, 0]``, ``prototype_momentum: 1`` and ``steer: off`` it is FedPer. With
+``personal: []`` too it is FedAvg.
+
+Earlier versions had these options in ``profila``, and anomalous clips with ``mode: as_run``. Their configurations are read as
+this method's.
+
+    raydfl run jobs/tiny.yaml run.name=as_run train.rounds=1 models.model=film_cnn_tiny \
+      objective='{name: compact, size: 8}' \
+      method='{name: profila_as_run, anomalous_share: 0, schedule: literal}'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates correct the clients' drift.
+r"""SCAFFOLD: control variates correct the clients' drift.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, SCAFFOLD: Stochastic Controlled Averaging for
 Federated Learning, ICML 2020, algorithm 1, option II:
@@ -7,13 +7,17 @@ Federated Learning, ICML 2020, algorithm 1, option II:
     after K steps         c_k+ = c_k - c + (x - y) / (K lr),    dc = c_k+ - c_k
     server                x <- x + server_lr mean_S(y - x),     c <- c + (|S| / N) mean_S(dc)
 
-So c is the mean of all clients' c_k. With several ``data.parts``, S and N of a part's own tensors count only the part's clients.
+So c is the mean of all clients' c_k. Each client keeps its c_k. Model and control variate are both sent: twice FedAvg's bytes in
+each direction. With several ``data.parts``, S and N of a part's own tensors count only the part's clients.
 
-The correction is the loss term <y, c - c_k>. Its gradient is exactly c - c_k, so the training loop does not change. With momentum
-rho, the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho) replaces K.
+The correction is the loss term ``<y, c - c_k>``. Its gradient is exactly c - c_k, so the training loop does not change. With
+momentum rho, the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho) replaces K.
 
-Deviations: means over the cohort are uniform for clients of any size, as in the paper. Floating buffers are averaged without
-correction. Adam is rejected, because the correction is not defined for it.
+As in the paper, means over the cohort are uniform for clients of any size (``uniform_mean``). Deviations: floating buffers are
+averaged without correction. Only ``train.optimiser.name: sgd`` is accepted, because the correction is not defined for Adam.
+
+    raydfl run jobs/tiny.yaml run.name=scaffold train.rounds=1 method=scaffold \
+      train.optimiser='{name: sgd, lr: 0.05}'
 """
 
 from __future__ import annotations

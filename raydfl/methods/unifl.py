@@ -1,16 +1,22 @@
-"""UniFL: two separate federations, for clients with all views and for clients with missing views.
+r"""UniFL: two separate federations, for clients with all views and for clients with missing views.
 
 A baseline of ModalityMirror: separate FedAvg for each population. Clients with a missing view train the networks of their views,
 encoder and head, in the entry ``global``. Clients with all views train their own encoders and the fusion classifier, in the entry
-``fused``. With the views audio and video, the reported audio model is thus FedAvg's over the audio-only clients.
+``fused``. With the views audio and video, the reported audio model is thus FedAvg's over the audio-only clients, to the bit.
 
 Readings and deviations:
 
 - The paper samples 10 clients in a round, and does not say whether from each population. ``cohort: each`` samples ``train.cohort``
   clients from each population, or all clients of a smaller one. ``shared`` samples them from all clients, as in MultiFL.
-- The mean is uniform. ``rule: weighted_mean`` weights by examples.
+- The mean is uniform (``uniform_mean``). ``rule: weighted_mean`` weights by examples.
 - The work cited by the paper under this name is a co-attention framework. The paper's baseline is the method above.
 - Both federations start from the same weights.
+
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views). Each round records the
+clients with and without the fusion (``clients/fused``, ``clients/apart``).
+
+    raydfl run jobs/tiny.yaml run.name=unifl train.rounds=1 method=unifl \
+      models='{a: crnn_tiny, b: crnn_tiny}'
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 from raydfl.rules._rule import Aggregate, Rule, Selection, TwoPassRule
 from raydfl.rules._weights import read_weight
+from raydfl.rules.gaussian import Gaussian
 from raydfl.rules.lpa import LayerwisePruning
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
@@ -33,6 +34,7 @@ __all__ = [
     "RULES",
     "Aggregate",
     "CollectingRule",
+    "Gaussian",
     "Group",
     "LayerwisePruning",
     "RobustRule",

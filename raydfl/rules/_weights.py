@@ -110,6 +110,13 @@ def read_weight(
     return number
 
 
+def scale_weight(weight: float | Mapping[str, float | Tensor], factor: float) -> Any:
+    """Multiply a weight, or each weight of a mapping, by a factor."""
+    if isinstance(weight, Mapping):
+        return {name: value * factor for name, value in weight.items()}
+    return weight * factor
+
+
 def find_unweighted(update: Update, layout: Layout) -> np.ndarray | None:
     """Compute the mask of an update's elements of weight 0.
 

@@ -41,8 +41,10 @@ class Bulyan(RobustRule):
     """Mean of the values nearest to the median of each element, over clients selected by Krum.
 
     f = floor(byzantine n), limited to the paper's bound of (n - 3) / 4. With six clients or fewer f is 0, and the result is
-    the uniform mean. Krum uses at least one neighbour, and ties follow the client order. Distances are those of Krum.
+    the uniform mean. Krum uses at least one neighbour, and ties follow the client order. Distances are those of ``krum``.
     The report contains f of n (``bulyan/byzantine``). Selected clients have influence 1.
+
+    Attackers that all send the same update can be among Krum's last choices. The second stage is meant for them.
     """
 
     byzantine: Byzantine = 0.2

@@ -30,9 +30,10 @@ class CentredClipping(RobustRule):
     """The server's tensors plus the uniform mean of the clients' differences, clipped to a radius.
 
     The paper clips momenta of gradients around the last aggregate. Here clients send models, and the server's current model
-    is the last aggregate. All clients count the same, as in the paper. The tensors of a group form one vector. If the server
+    is the last aggregate. All clients count the same, as in the paper. A client's tensors form one vector. If the server
     lacks a tensor, its values count as 0. The report contains the clients clipped in the last iteration
-    (``centred_clipping/clipped``) and its radius. The influence of a client is the factor that clipped its difference.
+    (``centred_clipping/clipped``) and its radius (``centred_clipping/radius``). The influence of a client is the factor that
+    clipped its difference.
     """
 
     relative: ClassVar[bool] = True

@@ -40,7 +40,7 @@ def outlier_scores(sample: np.ndarray) -> np.ndarray:
 class DnC(RobustRule):
     """Uniform mean without outliers along the top singular vector of randomly drawn elements.
 
-    The tensors of a group form one vector. Draws depend on the run's seed and the round only. Each iteration excludes
+    A client's tensors form one vector. Draws depend on the run's seed and the round only. Each iteration excludes
     floor(filter floor(byzantine n)) clients, which is none for few clients. Ties keep the first clients. If no client is good
     in every iteration, the result is the client that was good most often, with the smallest sum of scores in a tie.
     The report contains f of n (``dnc/byzantine``).

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from raydfl.rules._changes import ServerTensors
 from raydfl.rules._collecting import one_thread
 from raydfl.rules._cuts import fill_cuts
 from raydfl.rules._rule import Aggregate, Rule
-from raydfl.rules._weights import check_shapes, find_unweighted
+from raydfl.rules._weights import check_shapes, find_unweighted, scale_weight
 from raydfl.rules.weighted_mean import WeightedMean
 
 MEMORY = "foolsgold/"
@@ -119,7 +119,7 @@ class FoolsGold(Rule):
                     np.stack([histories[update.client_id].double().numpy() for update in members]), self.confidence
                 )
         reweighted = (
-            dataclasses.replace(update, weight=_scale_weight(update.weight, float(factor)))
+            dataclasses.replace(update, weight=scale_weight(update.weight, float(factor)))
             for update, factor in zip(sent, factors, strict=True)
         )
         tensors = WeightedMean()(reweighted, current).tensors
@@ -170,10 +170,3 @@ def _has_weight(weight: float | Mapping[str, float | Tensor]) -> bool:
     """Return whether any weight of an update is above 0."""
     values = weight.values() if isinstance(weight, Mapping) else [weight]
     return any(bool(np.any(np.asarray(value))) for value in values)
-
-
-def _scale_weight(weight: float | Mapping[str, float | Tensor], factor: float) -> Any:
-    """Multiply a weight, or each weight of a mapping, by a factor."""
-    if isinstance(weight, Mapping):
-        return {name: value * factor for name, value in weight.items()}
-    return weight * factor

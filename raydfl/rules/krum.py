@@ -1,4 +1,4 @@
-"""Krum: selection of the update with the nearest neighbours.
+"""Krum: selection of the single update with the nearest neighbours, unchanged.
 
 P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, Machine Learning with Adversaries: Byzantine Tolerant Gradient
 Descent, NeurIPS 2017, section 4:
@@ -53,7 +53,7 @@ class Krum(RobustRule):
     """Update with the smallest sum of squared distances to its n - f - 2 nearest neighbours.
 
     f = floor(byzantine n), limited to the paper's bound of (n - 3) / 2. At least one neighbour counts. Ties go to the first
-    client. The tensors of a group form one vector. The report contains f of n (``krum/byzantine``).
+    client. A client's tensors form one vector. The report contains f of n (``krum/byzantine``).
     """
 
     byzantine: Byzantine = 0.2

@@ -28,12 +28,12 @@ class LayerwisePruning(CollectingRule, TwoPassRule):
     """Layer-wise pruning aggregation of FedMLAC.
 
     For each layer, the rule sorts the clients by the Euclidean distance of their parameters to the uniform mean. It excludes
-    the clients with the smallest and the largest distances and averages the remaining clients by their weights. Different
-    layers of the new model can therefore come from different clients.
+    the floor(vl n) nearest and the floor(vh n) farthest of n clients, and averages the remaining clients by their weights.
+    Different layers of the new model can therefore come from different clients.
 
     Ties follow the client order. If no client would remain, the client with the median distance stays. A single client is
-    never excluded. The report counts the clients excluded from each layer. The influence of a client is the fraction of
-    elements that it contributed to.
+    never excluded. The report counts the clients excluded from each layer (``lpa/pruned/...``). The influence of a client is
+    the fraction of elements that it contributed to.
 
     With blocks, equation 10's mean is the sum of the blocks' uniform sums. Equation 11 needs this mean, so distances take a pass of
     their own over the updates, and the weighted sums of equation 14 another. Sums and distances are float64 in both forms, but in

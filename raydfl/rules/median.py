@@ -1,4 +1,4 @@
-"""Coordinate-wise median.
+"""Coordinate-wise median: for an even number of clients the mean of the two middle values.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML
 2018, definition 1 and algorithm 1 (option I).

@@ -21,8 +21,9 @@ from raydfl.rules.krum import krum_scores, limit_byzantine
 class MultiKrum(RobustRule):
     """Uniform mean of the clients with the smallest Krum scores.
 
-    f and the distances are those of Krum. ``keep`` sets the number of averaged clients, from 1 (Krum) to n (the mean) in the
-    paper. Ties follow the client order. The report contains f of n (``multi_krum/byzantine``).
+    Scores, distances and f = floor(byzantine n), at most (n - 3) / 2, are those of ``krum``. ``keep`` sets the number of
+    averaged clients, from 1 (Krum) to n (the mean) in the paper. Ties follow the client order. The report contains f of n
+    (``multi_krum/byzantine``).
     """
 
     byzantine: Byzantine = 0.2

@@ -1,11 +1,11 @@
-"""Mean of products: the rule of FlexLoRA for low-rank adapters.
+"""Mean of products: the rule of FlexLoRA for low-rank adapters (docs/pretrained.md#adapters).
 
 J. Bai, D. Chen, B. Qian, L. Yao, Y. Li, Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
 Resources, NeurIPS 2024. For each adapter, with the clients' ranks r_k and the weights p_k, of sum 1:
 
     M = sum of p_k B_k A_k,    M = U S V^T,    B = U_r S_r,    A = V_r^T,    r: the server's rank
 
-The mean of B_k times the mean of A_k differs from M.
+The mean of B_k times the mean of A_k, the result of ``weighted_mean``, differs from M. All other tensors have the weighted mean.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ Factors = list[tuple[float, np.ndarray, np.ndarray]]
 class ProductMean(WeightedMean):
     """Weighted mean of the products B A of low-rank adapters, and of the remaining tensors.
 
-    Clients may have unequal ranks. The mean is truncated to the server's rank by a singular value decomposition of the stacked
-    factors, in float64. The rows of A are orthonormal, and the components are in decreasing order: the method ``heterofl`` sends
-    the largest components to clients of a smaller rank. If the sum of the ranks is below the server's rank, the remaining rows of A
-    keep their values, and their columns of B are 0.
+    Clients may have unequal ranks. The mean is truncated to the server's rank by a singular value decomposition of the
+    stacked factors, in float64, without a matrix of the layer's size. A run without both factors at the server is rejected.
+    The rows of A are orthonormal, and the components are in decreasing order: the method ``heterofl`` sends the largest
+    components to clients of a smaller rank. If the sum of the ranks is below the server's rank, the remaining rows of A keep
+    their values, and their columns of B are 0.
 
     The report has the fraction of the norm lost by the truncation (``product_mean/lost``), over all adapters. The rule changes the
     basis of the factors in each round. Methods that compare the factors of different rounds (server momentum, control variates) do

@@ -1,4 +1,4 @@
-"""Uniform mean of the updates."""
+"""Uniform mean of the updates: every positive weight, of a client or of an element, counts as 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weighted mean of the updates, the rule of FedAvg."""
+"""Weighted mean of the updates, summed in float64: the rule of FedAvg."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         pool = open_serial_pool(run_dir, config, population, scratch / "private")
         with (
             contextlib.closing(pool),
-            contextlib.closing(Federation(unmeasured, population, copy, pool)) as federation,
+            contextlib.closing(Federation(unmeasured, population, copy, pool, run_dir)) as federation,
         ):
             while federation.state.round_index < round_number - 1:
                 federation.round()

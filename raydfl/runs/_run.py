@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +27,7 @@ from raydfl.core.errors import RaydflError
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, split_uri
-from raydfl.engine import Config, RoundReport, apply_overrides, find_best, make_config
+from raydfl.engine import Config, RoundReport, apply_overrides, describe_run, find_best, make_config
 from raydfl.engine.storage import (
     check_begun,
     check_same,
@@ -264,6 +265,7 @@ def execute(
         for path in export(run_dir, config):
             tracker.log_artifact(path)
         _run_references(run_dir, config, clients, progress)
+    _record_epsilon(run_dir, config, result.round, progress)
     done = measure_run(run_dir.resolve(), config)
     best = find_best(run_dir, config)
     result = dataclasses.replace(
@@ -282,6 +284,17 @@ def execute(
     next_step = verdict.next if result.finished else f"raydfl resume {name}"
     progress.finish(result, time.monotonic() - started, next_step, verdict)
     return result
+
+
+def _record_epsilon(run_dir: Path, config: Config, rounds: int, progress: Progress) -> None:
+    """Add the epsilon of a private run's last round to ``run.json``, and show it."""
+    about = read_about(run_dir)
+    if about.get("privacy") is None:
+        return
+    epsilon, text = describe_run(about["privacy"], rounds)
+    spent = {"rounds": rounds, "epsilon": epsilon if math.isfinite(epsilon) else None}
+    write_about(run_dir, config, {**about, "privacy": {**about["privacy"], **spent}})
+    progress.message(f"privacy: {text}")
 
 
 def _run_references(run_dir: Path, config: Config, clients: int, progress: Progress) -> None:
@@ -305,7 +318,10 @@ def _explain_completion(config: Config, name: str, round_index: int, ended: str)
     """
     if not ended or config.run.stop is None:
         return f"all {round_index} rounds are done. To add rounds: raydfl resume {name} train.rounds={2 * round_index}"
+    limit = config.run.stop.epsilon
     more = f"run.stop.patience={2 * config.run.stop.patience}"
+    if limit is not None and "run.stop.epsilon" in ended:
+        more = f"run.stop.epsilon={2 * limit:g}"
     return f"stopped in round {round_index}: {ended}. To continue: raydfl resume {name} {more}, or run.stop=null"
 
 

@@ -25,7 +25,17 @@ from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population, upgrade_population
-from raydfl.engine import Clients, Config, build_models, find_best, find_received_entries, label_entry, try_models
+from raydfl.engine import (
+    Clients,
+    Config,
+    build_models,
+    describe_run,
+    find_best,
+    find_received_entries,
+    label_entry,
+    prepare_privacy,
+    try_models,
+)
 from raydfl.engine.storage import (
     Commit,
     RunStore,
@@ -40,6 +50,7 @@ from raydfl.engine.storage import (
     remember_code,
     write_config,
 )
+from raydfl.rules import Gaussian
 from raydfl.runs.progress import Progress
 from raydfl.training import find_fixed_tensors
 
@@ -179,7 +190,10 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
     for message in (*population.messages, *remarks):
         progress.message(message)
-    write_new_run(run_dir, config, population, models, remarks)
+    privacy = prepare_privacy(config, run_dir, eligible) if isinstance(config.components.rule, Gaussian) else None
+    if privacy is not None:
+        progress.message(f"privacy: {describe_run(privacy, config.train.rounds)[1]}")
+    write_new_run(run_dir, config, population, models, remarks, privacy)
 
 
 def _check_ids(config: Config) -> None:
@@ -204,6 +218,7 @@ def write_new_run(
     population: Population,
     models: Mapping[str, Any],
     remarks: Sequence[str] = (),
+    privacy: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the population, config.yaml and run.json of a new run.
 
@@ -213,6 +228,7 @@ def write_new_run(
         population: The run's clients.
         models: Descriptions of the models, from :func:`raydfl.engine.probe.try_models`.
         remarks: The objective's remarks on the clients' data, for the report.
+        privacy: Mechanism of a run with the rule ``gaussian``.
     """
     population.save(run_dir / "population")
     write_config(run_dir, config)
@@ -237,6 +253,8 @@ def write_new_run(
         about["revision"] = type(config.components.method).revision
     if remarks:
         about["remarks"] = list(remarks)
+    if privacy is not None:
+        about["privacy"] = dict(privacy)
     if len(config.phases.names) > 1:
         about["phases"] = dict(zip(config.phases.names, (first + 1 for first in config.phases.first), strict=True))
     if config.data.parts:

@@ -153,6 +153,7 @@ class Progress:
                 **({"phase": report.phase} if report.phase else {}),
                 loss=report.loss,
                 scores=scores,
+                **({"privacy": report.privacy} if report.privacy else {}),
                 clients=report.used,
                 seconds=report.training_seconds,
                 failed=len(report.rejected),
@@ -168,8 +169,9 @@ class Progress:
         elif self.live and self._task is not None:
             parts = [
                 report.phase,
-                _format_loss(report.loss),
+                _format_loss(report),
                 format_scores(self._scores, self._headline),
+                report.privacy,
                 *_format_work(report),
             ]
             bar = self._show_bar()
@@ -178,9 +180,10 @@ class Progress:
             bar.update(TaskID(self._task), completed=report.round, status=status)
         else:
             number = f"round {report.round:{len(str(self._total))}d}/{self._total}"
-            parts = [number, report.phase, _format_loss(report.loss)]
+            parts = [number, report.phase, _format_loss(report)]
             parts += [
                 format_scores(scores, self._headline),
+                report.privacy,
                 f"{report.used} clients",
                 *_format_work(report),
                 f"{format_size(report.bytes_down)} down",
@@ -348,7 +351,11 @@ def default_progress() -> Progress:
     return Progress("notebook" if is_notebook() else "quiet")
 
 
-def _format_loss(loss: float) -> str:
+def _format_loss(report: RoundReport) -> str:
+    """Format the training loss. Empty if it is withheld."""
+    loss = report.loss
+    if report.withheld:
+        return ""
     return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
 
 

@@ -93,6 +93,19 @@ class ClientSettings(Settings):
         "clients. null: no strata.",
     )
 
+    draw: Literal["fixed", "poisson"] = Field(
+        "fixed",
+        description="fixed: train.cohort clients in each round. poisson: each eligible client takes part in a round with "
+        "probability train.cohort / clients, independently. A round may have no client.",
+    )
+
+    @model_validator(mode="after")
+    def _check_draw(self) -> ClientSettings:
+        if self.draw == "poisson" and (self.weight is not None or self.strata is not None):
+            name = "weight" if self.weight is not None else "strata"
+            raise ValueError(f"draw: poisson gives all clients equal chances, so {name} has no effect. Remove {name}")
+        return self
+
     @field_validator("where", mode="before")
     @classmethod
     def _values(cls, value: Any) -> Any:
@@ -227,6 +240,11 @@ class TrainSettings(Settings):
             rates["models"] = {}  # the phase's lr applies to all models
         changed = phase.model_dump(include={"cohort", "local_epochs"}, exclude_none=True)
         return self.model_copy(update={**changed, "optimiser": self.optimiser.model_copy(update=rates)})
+
+    @property
+    def draw(self) -> str:
+        """Sampling of cohorts: ``"fixed"`` or ``"poisson"``."""
+        return "fixed" if self.clients is None else self.clients.draw
 
     def cohort_size(self, population: int) -> int:
         """Return the number of clients in each round: at least 1, fractions rounded half up.

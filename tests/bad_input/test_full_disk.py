@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commands import Raydfl, write_config
+from ray.exceptions import OutOfDiskError, RayTaskError
 
+from raydfl.cluster.client import ClientActor
+from raydfl.cluster.faults import unwrap_error
+from raydfl.cluster.resources import ActorKind
+from raydfl.core.errors import ResourcesError
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
 from raydfl.testing import assert_same_bits, read_tensors
@@ -144,6 +150,25 @@ def test_a_full_disk_at_some_writes(
     number: int,
 ) -> None:
     assert run_with_full_disk(number, raydfl, tiny, tmp_path, monkeypatch, check_reference(2))
+
+
+class FullNode:
+    def carry_out(self, *_: object) -> None:
+        raise ResourcesError("the disk of /cache is full")
+
+
+def test_the_message_of_a_client_actor_names_its_node(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.cluster.client.hide_gpus", lambda: None)
+    actor = ClientActor(tiny(), ActorKind(1, 0), lambda device, durable: FullNode())
+    with pytest.raises(ResourcesError, match=rf"^node {platform.node()}: the disk of /cache is full$"):
+        actor.carry_out([], [])
+
+
+def test_a_full_object_store_and_disk_have_a_message() -> None:
+    """Ray 2.60 raised this error for ray.put and for results, with local_fs_capacity_threshold=0.01."""
+    error = unwrap_error(RayTaskError("rounds", "a traceback", OutOfDiskError()))
+    assert isinstance(error, ResourcesError)
+    assert "Make room in the folder for Ray's temporary files" in str(error)
 
 
 @pytest.mark.slow

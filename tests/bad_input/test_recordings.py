@@ -275,7 +275,7 @@ def test_a_list_without_groups_cannot_be_partitioned_by_group(training: Train, r
             "1 of 2 training clips have no 'group'.*wav/anna-left-1.wav",
         ),
         (lambda lines: [lines[0]], "clips.csv"),
-        (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv cannot be read: .*. Expected a CSV"),
+        (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv: cannot be read: .*. Expected a CSV"),
         (
             lambda lines: [lines[0], *(line.replace("wav/", "waves/") for line in lines[1:])],
             "none of its 24 files exists.*Set root",

@@ -32,7 +32,7 @@ def test_init_writes_the_examples_of_the_documentation(
     output = raydfl("init")
     assert output.code == 0
     assert _read_contents(tmp_path) == _read_contents(ROOT)
-    assert output.out.splitlines()[1] == "start with: raydfl run jobs/quickstart.yaml"
+    assert output.out.splitlines()[1] == "start with: raydfl run jobs/tiny.yaml  # seconds, without Ray"
     assert raydfl("config", "jobs/tiny.yaml").code == 0
     (tmp_path / "jobs" / "tiny.yaml").unlink()
     (tmp_path / "jobs" / "mine.yaml").write_text("mine")

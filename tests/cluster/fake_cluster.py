@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from raydfl.cluster import actors
 from raydfl.cluster import pool as ray_pool
+from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.resources import ActorKind
 from raydfl.core.types import Task
@@ -37,6 +38,8 @@ class Node:
     alive: bool = True
     fallback: str = ""
     """The reason why actors on it train on the CPU."""
+    broken: Exception | None = None
+    """The error of actors that open the run on it."""
     actors: list[Actor] = field(default_factory=list)
 
     def free(self) -> tuple[float, float]:
@@ -56,15 +59,19 @@ class Actor:
         self.site, self.kind, self.node = site, kind, None  # type: tuple[str, ActorKind, Node | None]
         self.first = Reference()
         self.done: list[int] = []
+        self.excluded: dict[str, str] = {}
         self.idle_at = 0.0
         self._cluster, self._open = cluster, [self.first]
         self.ready, self.carry_out = Remote(lambda: self.first), Remote(self._carry_out)
+        self.locate = Remote(lambda: Reference(cluster.now, self.node and self.node.name))
 
     def place(self, node: Node, now: float) -> None:
         self.node = node
         node.actors.append(self)
         self.first.at, self.first.value = now + START, (node.name, node.fallback)
         self.idle_at = now + START
+        if node.broken is not None:
+            self.first.error = RayTaskError("ready", "", node.broken)
 
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
         if self.node is not None and not self.node.alive:
@@ -99,6 +106,7 @@ class FakeCluster:
         """(time, number of unplaced actors) at each change."""
         self.events: list[tuple[float, Callable[[], Any]]] = []
         self.waits = 0
+        self.nodes_for: SuitableNodes | None = None
         for name in ("wait", "get", "put", "kill", "available_resources", "get_runtime_context"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
         monkeypatch.setattr(actors, "list_alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
@@ -112,8 +120,10 @@ class FakeCluster:
 
     # -- events
 
-    def join(self, name: str, cpus: float, gpus: float = 0.0, fallback: str = "") -> None:
-        self.nodes.append(Node(name, cpus, gpus, fallback=fallback))
+    def join(
+        self, name: str, cpus: float, gpus: float = 0.0, fallback: str = "", broken: Exception | None = None
+    ) -> None:
+        self.nodes.append(Node(name, cpus, gpus, fallback=fallback, broken=broken))
         self._place()
 
     def leave(self, name: str) -> None:
@@ -136,6 +146,7 @@ class FakeCluster:
 
     def start_actor(self, site: str, kind: ActorKind, key: object) -> Any:
         actor = Actor(self, site, kind)
+        actor.excluded = {} if self.nodes_for is None else dict(self.nodes_for.excluded)
         self.actors.append(actor)
         self.waiting.append(actor)
         self._place()
@@ -145,7 +156,12 @@ class FakeCluster:
         for actor in list(self.waiting):
             for node in self.nodes:
                 cpus, gpus = node.free()
-                if node.alive and cpus >= actor.kind.cpus and gpus >= actor.kind.gpus:
+                if (
+                    node.alive
+                    and node.name not in actor.excluded
+                    and cpus >= actor.kind.cpus
+                    and gpus >= actor.kind.gpus
+                ):
                     self.waiting.remove(actor)
                     actor.place(node, self.now)
                     break
@@ -195,7 +211,7 @@ class FakeCluster:
 
 
 def open_pool(cluster: FakeCluster, **settings: Any) -> RayPool:
-    return RayPool(cluster.start_actor, RaySettings(**settings))
+    return RayPool(cluster.start_actor, RaySettings(**settings), nodes=cluster.nodes_for)
 
 
 def make_orders(costs: Sequence[float]) -> list[Order]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from fake_cluster import START, FakeCluster, make_orders, open_pool
 
 from raydfl.cluster.faults import StragglerPolicy
+from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.pool import RayPool
+from raydfl.cluster.run_files import BlindNodeError, RunFiles
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Task
@@ -179,6 +182,77 @@ def test_a_fixed_cluster_gives_up_slots(cluster: FakeCluster) -> None:
     cluster.leave("a")
     with pytest.raises(ResourcesError, match="0 of 1 client actors started within 30 s"):
         carry_out(pool, [1.0])
+
+
+def test_a_slot_given_up_reopens_after_a_node_has_joined(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    cluster.join("b", 1)
+    pool = open_pool(cluster, actors=2, ready_timeout=30.0)
+    cluster.at(5.0, lambda: cluster.leave("b"))
+    carry_out(pool, [1.0] * 100)
+    cluster.at(cluster.now + 20.0, lambda: cluster.join("c", 1))
+    carry_out(pool, [1.0] * 100)
+    assert pool.count_workers() == 2
+    assert cluster.actors[-1].node is not None
+    assert cluster.actors[-1].node.name == "c"
+    assert len(cluster.actors[-1].done) > 20
+
+
+def make_nodes(*names: str, store: str = "") -> SuitableNodes:
+    return SuitableNodes(RunFiles("token", "", store, frozenset(names)), Path("run"))
+
+
+def test_a_node_that_joins_and_cannot_open_the_run_is_not_used(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.join("a", 1)
+    cluster.join("b", 1)
+    cluster.nodes_for = make_nodes("a", "b")
+    pool = open_pool(cluster, actors=2, ready_timeout=100.0)
+    cluster.at(5.0, lambda: cluster.leave("b"))
+    cluster.at(6.0, lambda: cluster.join("old", 1, broken=ResourcesError("node old: raydfl 0.0 instead of 0.1")))
+    cluster.at(20.0, lambda: cluster.join("c", 1))
+    carry_out(pool, [1.0] * 100)
+    assert caplog.messages == ["A new node is not used: node old: raydfl 0.0 instead of 0.1"]
+    assert [actor.node.name for actor in cluster.actors if actor.node] == ["a", "b", "old", "c"]
+    cluster.leave("a")
+    cluster.leave("c")
+    with pytest.raises(
+        ResourcesError, match=r"0 of 1 client actors started .* Not used: node old: raydfl 0\.0 instead"
+    ):
+        carry_out(pool, [1.0])
+
+
+def test_a_node_of_the_start_that_cannot_open_the_run_ends_it(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    cluster.join("old", 1, broken=ResourcesError("node old: raydfl 0.0 instead of 0.1"))
+    cluster.nodes_for = make_nodes("a", "old")
+    with pytest.raises(ResourcesError, match="node old"):
+        open_pool(cluster, actors=2)
+
+
+def test_the_runs_files_are_uploaded_once_for_nodes_that_join_without_them(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = []
+
+    def upload(folder: Path, uri: str) -> str:
+        uploads.append((str(folder), uri))
+        for node in cluster.nodes:
+            node.broken = None
+        return f"{uri}/copy"
+
+    monkeypatch.setattr("raydfl.cluster.run_files.upload_population", upload)
+    cluster.join("a", 1)
+    cluster.nodes_for = make_nodes("a", store="s3://bucket/.data")
+    pool = open_pool(cluster, actors=3, min_actors=1)
+    for at in (5.0, 5.5):
+        cluster.at(at, lambda at=at: cluster.join(f"blind{at}", 1, broken=BlindNodeError("it does not see the folder")))
+    carry_out(pool, [1.0] * 100)
+    assert uploads == [("run/population", "s3://bucket/.data")]
+    assert cluster.nodes_for.files.uri == "s3://bucket/.data/copy"
+    assert not cluster.nodes_for.excluded
+    assert pool.count_workers() == 3
 
 
 def test_missing_nodes_are_reported_with_their_resources(cluster: FakeCluster) -> None:

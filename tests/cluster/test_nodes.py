@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -113,6 +115,18 @@ def test_actors_request_the_configured_options(tiny: Tiny) -> None:
     assert count_fitting([node], [with_gpu, without, without]) == 2  # The node has another model of GPU.
     assert count_fitting([{**node, "accelerator_type:A100": 1.0}], [with_gpu, *[without] * 3]) == 3
     assert tiny(options, "ray.actors=1", "ray.gpus=1").digest() == tiny().digest()
+
+
+def test_label_selectors_have_no_spaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray 2.60 compares the values of "in(a, b)" with the space, so that no node has the second value."""
+    asked: dict[str, Any] = {}
+    fake = SimpleNamespace(options=lambda **options: asked.update(options))
+    monkeypatch.setattr("raydfl.cluster.client.ray.remote", lambda _: fake)
+    settings = tiny("ray.actors=1", 'ray.options={label_selector: {zone: "in(a, b)"}}').ray
+    define_actor(settings, "", ActorKind(1, 0), excluded=["n2", "n1"])
+    assert asked["label_selector"] == {"zone": "in(a,b)", "ray.io/node-id": "!in(n1,n2)"}
+    define_actor(tiny("ray.actors=1").ray, "", ActorKind(1, 0))
+    assert asked["label_selector"] is None
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_each_actor_has_its_own_bundle(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     class Group:
         bundle_count = 2
 
-    def define(settings: object, place: str, kind: ActorKind, strategy: Any) -> Any:
+    def define(settings: object, place: str, kind: ActorKind, strategy: Any, excluded: object) -> Any:
         asked.append(strategy and strategy.placement_group_bundle_index)
         return type("Actor", (), {"remote": staticmethod(lambda *_: None)})
 

@@ -238,5 +238,5 @@ def test_damaged_offsets_of_texts_are_an_error(make_data: Make, tmp_path: Path, 
     content = path.read_bytes()
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, offsets[:4] + b"\xff\xff\xff\x7f" + offsets[8:]))
-    with pytest.raises(DataError, match=rf"clients\.{kind} cannot be read: .*[Oo]ffset"):
+    with pytest.raises(DataError, match=rf"clients\.{kind}: cannot be read: .*[Oo]ffset"):
         build_population(make_data(**use_table(path)), 1)

@@ -27,11 +27,12 @@ from raydfl.data.features import extraction as chunks_module
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.cache import FeatureStore, open_store, prepare
 from raydfl.data.features.digests import digest_clips
-from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
+from raydfl.data.features.extraction import Chunk, ChunkReport, chunk_bounds, run_locally
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.noise import ClipNoise, add_noise
 from raydfl.data.sets.manifest import Manifest
+from raydfl.data.source import Source
 
 SETS = Path(__file__).parent / "tiny_sets.py"
 SETTINGS = FeatureSettings(sample_rate=8000, bands=16)

@@ -15,7 +15,7 @@ from tiny_sets import Folder, Made, write_folder
 from raydfl.core.errors import ConfigError, DataError, InputError
 from raydfl.data.build import build_population
 from raydfl.data.features.cache import FeatureStore, prepare
-from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds
+from raydfl.data.features.extraction import Chunk, ChunkReport, chunk_bounds
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures
@@ -25,6 +25,7 @@ from raydfl.data.features.wave import EPSILON
 from raydfl.data.noise import ClipNoise, seed_noise
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
+from raydfl.data.source import Source
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments import describe_features
 from raydfl.runs.inference import classify
@@ -305,7 +306,7 @@ def test_unusable_matrices_are_rejected(tmp_path: Path, write: Write, matrix: np
 def test_pickled_objects_are_not_opened(tmp_path: Path) -> None:
     path = write_npy_folder(tmp_path / "features", compute_log_mels())
     np.save(path / "w0" / "g0" / "1.npy", np.array([{}], object))
-    with pytest.raises(DataError, match=r"1\.npy cannot be read: .*Python objects in dtype"):
+    with pytest.raises(DataError, match=r"1\.npy: cannot be read: .*Python objects in dtype"):
         prepare_store(make_file_features(path), tmp_path / "cache")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Raydfl
-from films import write_film
+from films import block_module, write_film
 from seen_and_heard import NETWORK
 
 from raydfl.cli.describe import describe_data
@@ -107,13 +107,13 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_silent_and_broken_videos_and_a_missing_decoder_are_reported(
-    job: Path, raydfl: Raydfl, monkeypatch: pytest.MonkeyPatch
+    job: Path, raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors name the unusable videos. The setting ``skip`` skips and lists them, but never hides a missing decoder."""
     folder = job.parent
     write_film(folder / "14.mkv", np.zeros((2, 8, 8), np.uint8))
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "av", None)
+        block_module("av", tmp_path, patch)
         raydfl("run", job, "data.unreadable=skip").refuses(r"needs PyAV, .*pip install 'raydfl\[video\]'")
     raydfl("run", job).refuses(r"1 of 16 clips cannot be read:\n  .*14\.mkv: the file has no sound")
     write_film(folder / "13.mkv", np.zeros((0, 8, 8), np.uint8), np.full((2400, 1), 9))
@@ -171,5 +171,5 @@ def test_activitynet_lists_segments_or_whole_videos(tmp_path: Path) -> None:
     result = " ".join(describe_data(DataSettings(name="activitynet", root=tmp_path, unseen="keep"), 0, True))  # type: ignore[call-arg]
     assert re.search(r"clips +3\b", result), result
     (tmp_path / "activity_net.v1-3.min.json").write_text("{}")
-    with pytest.raises(DataError, match=r"min\.json cannot be read: KeyError"):
+    with pytest.raises(DataError, match=r"min\.json: cannot be read: KeyError"):
         dataset.manifest()

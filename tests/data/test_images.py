@@ -252,7 +252,7 @@ def test_image_files_of_several_sizes_and_colours_are_converted(tmp_path: Path, 
     )
     assert population.views[FIRST_VIEW].bands == 24
     (tmp_path / "5.png").write_text("no image")
-    with pytest.raises(DataError, match="not an image in a supported format"):
+    with pytest.raises(DataError, match="the image cannot be read: cannot identify image file"):
         create(configure("size: 8, resize: true"), Progress("quiet"))
 
 

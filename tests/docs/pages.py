@@ -1,11 +1,14 @@
-"""Parse README.md and docs/*.md into code blocks, headings and links."""
+"""Parse README.md and docs/*.md, with their generated parts, into code blocks, headings and links."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from generate import expand
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,11 +53,17 @@ class Block:
         return int(self.argument) if self.mark == "exit" else 0
 
 
+@functools.cache
+def read(page: Path) -> str:
+    """Return the text of a page as the site shows it."""
+    return expand(page.name, page.read_text(encoding="utf-8"))
+
+
 def parse_blocks(page: Path) -> list[Block]:
     """List the fenced blocks of a page, in order."""
     blocks: list[Block] = []
     saved: list[str] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = read(page).splitlines()
     opened: int | None = None
     for number, line in enumerate(lines):
         if not line.startswith("```"):
@@ -83,7 +92,7 @@ def parse_blocks(page: Path) -> list[Block]:
 
 def remove_blocks(page: Path) -> str:
     """Return the text of a page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def list_headings(page: Path) -> list[str]:

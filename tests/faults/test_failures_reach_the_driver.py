@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -46,7 +47,7 @@ class InThisProcess(RemoteServer):
         actor = ServerActor()
         self._run: Any = (str(run_dir), pickle.loads(pickle.dumps(config)))
         self.calls: list[str] = []
-        self._lost = 0
+        self._lost_since, self._has_told, self._timeout = None, False, config.ray.ready_timeout
         self._tell = lambda _: None
 
         def call(name: str, *arguments: Any) -> Any:
@@ -151,6 +152,37 @@ def test_a_failed_server_commits_nothing(tiny: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("as_actor")
+@pytest.mark.usefixtures("as_actor")
+@pytest.mark.parametrize(("seconds", "is_lost"), [(90.0, False), (130.0, True)])
+def test_a_busy_node_may_restart_the_server_late(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, is_lost: bool
+) -> None:
+    """The limit is ray.ready_timeout. Before, it was 50 attempts, 25 s."""
+    now = 0.0
+
+    def sleep(duration: float) -> None:
+        nonlocal now
+        now += duration
+
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    server = InThisProcess(tiny().run.dir, tiny("ray.ready_timeout=120"))
+    messages: list[str] = []
+    server._tell = messages.append
+
+    def use() -> dict[str, Any]:
+        if 10.0 <= now < 10.0 + seconds:
+            raise ActorUnavailableError("restarting", b"0" * 16)
+        return {"answer": now}
+
+    server._actor.use = SimpleNamespace(remote=lambda: use)
+    now = 10.0
+    with pytest.raises(ResourcesError, match="could not be restarted") if is_lost else contextlib.nullcontext():
+        while not server.use():
+            pass
+        assert now == pytest.approx(10.0 + seconds)
+    assert messages == ["The server was lost. It restarts from the last commit."]
+
+
 def test_scores_of_rounds_with_lost_replies_are_the_last_scores(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InThisProcess, "lost", ("rounds", "finish"))
     outcome = run(tiny("run.name=lost"))

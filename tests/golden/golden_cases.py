@@ -53,7 +53,9 @@ _METHOD_OPTIONS = {
     "heterofl": ("method.share=0.5",),
 }
 
+_PRIVATE = ("evaluate.clients=none", "privacy.key=seed", "train.cohort=1.0")
 _RULES = {
+    "gaussian": "{name: gaussian, clip: 1.0, noise: 0.5}",
     "foolsgold": "foolsgold",
     "lpa": "{name: lpa, vh: 0.4}",
     "norm_clipping": "{name: norm_clipping, norm: 0.1}",
@@ -173,7 +175,9 @@ def cases() -> dict[str, Case]:
     return {
         **_make_method_cases(),
         **{
-            f"rule {name}": Case(overrides=(f"method.rule={_RULES.get(name, name)}", ROBUST))
+            f"rule {name}": Case(
+                overrides=(f"method.rule={_RULES.get(name, name)}", *(_PRIVATE if name == "gaussian" else (ROBUST,)))
+            )
             for name in registry.names("raydfl.rules")
             if name != "product_mean"  # it needs adapters
         },

@@ -80,7 +80,7 @@ def test_actors_lost_before_each_pass_train_their_blocks_again(tiny: Tiny, monke
 
     def kill_and_start(pool: ActorPool, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
         if orders[0].repeats:
-            key, slot = next(iter(pool._holders.values()))
+            key, slot = next(iter(pool._held.holders.values()))
             os.kill(ray.get(slot.actor.process_id.remote()), signal.SIGKILL)
             killed.append(key)
         start(pool, orders, references)
@@ -94,6 +94,14 @@ def test_actors_lost_before_each_pass_train_their_blocks_again(tiny: Tiny, monke
         server.finish()
     assert len(killed) == 2
     assert_same_bits(reference, read_tensors(run_dir))
+
+
+def test_a_server_lost_between_the_passes_repeats_the_round(tiny: Tiny, tmp_path: Path) -> None:
+    mark = tmp_path / "killed"
+    rule = f"method.rule={{name: {EXTRA}:KilledLPA, vl: 0.2, vh: 0.2, mark: {mark}}}"
+    outcome = run(tiny(*BLOCKS, rule, "run.name=server", "ray.actors=2"))
+    assert mark.exists()
+    assert_same_bits(known(tiny(*BLOCKS, rule)), read_tensors(outcome.run_dir))
 
 
 def test_law_4_a_vandal_in_an_actor_leaves_the_bits_unchanged(tiny: Tiny) -> None:

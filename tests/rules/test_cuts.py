@@ -131,7 +131,7 @@ def make_updates() -> list[Update]:
     return updates
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"gaussian"}))
 def test_every_rule_gives_elements_outside_a_cut_no_weight(name: str) -> None:
     rule, updates = RULES[name](), make_updates()
     result = rule(iter(updates), SERVER, np.random.default_rng(1)).tensors

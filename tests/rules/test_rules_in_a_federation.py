@@ -23,7 +23,7 @@ from raydfl.training.step import Step
 
 Tiny = Callable[..., Config]
 QUICK = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.clients=none", "evaluate.server=false"]
-ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean", "product_mean", "lpa")]
+ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean", "product_mean", "lpa", "gaussian")]
 
 
 @pytest.mark.parametrize(

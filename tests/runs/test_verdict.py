@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs import Progress, Verdict, run
 from raydfl.runs.report import judge, read_run, write_report
+from raydfl.runs.report.next_command import choose_command
 
 Tiny = Callable[..., Config]
 NAN = float("nan")
@@ -248,6 +250,17 @@ COMMANDS: list[tuple[dict[str, Any], str]] = [
 def test_the_next_command_fits_the_symptom(tmp_path: Path, given: dict[str, Any], command: str) -> None:
     verdict = judge_run(tmp_path / "run", **given)
     assert shlex.split(verdict.next) == shlex.split(command.format(run=tmp_path / "run"))
+
+
+def test_few_clips_lead_to_a_pretrained_encoder(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", FLAT)
+    run = read_run(tmp_path / "run")
+    expected = (
+        f"raydfl run {tmp_path}/run/config.yaml run.name=run-embedding 'data.features={{kind: speech_embedding}}'"
+    )
+    assert choose_command(run, False, {"few clips"}) == f"{expected} models.model=linear"
+    other = dataclasses.replace(run, config={**run.config, "data": {"features": {"kind": "kaldi"}}})
+    assert choose_command(other, False, {"few clips"}) == "raydfl methods pretrained"
 
 
 def test_a_run_without_scores_has_a_verdict(tmp_path: Path) -> None:

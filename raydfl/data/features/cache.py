@@ -50,7 +50,6 @@ from raydfl.data.features.digests import digest_clips, iterate_rows
 from raydfl.data.features.extraction import (
     Chunk,
     RunChunks,
-    Source,
     chunk_bounds,
     compute_chunk,
     read_report,
@@ -64,6 +63,7 @@ from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import ClipNoise
+from raydfl.data.source import Source
 
 FORMAT = 1
 """Version of the computation and the files, part of every key."""

@@ -7,12 +7,13 @@ recordings and the cache folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pickle
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
-from raydfl.core.registry import build, list_loaded_files, load_file
-from raydfl.data.dataset import Dataset, find_dataset
+from raydfl.core.isolation import map_isolated
+from raydfl.core.registry import list_loaded_files, load_file
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
 from raydfl.data.features.file import FileFeatures, read_features
@@ -32,6 +33,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.noise import NOISELESS, ClipNoise, add_noise
+from raydfl.data.source import Source
 from raydfl.data.video import NoDecoderError
 
 _CLIPS = 128
@@ -40,24 +42,6 @@ _START_UP_S = 5.0
 """Start-up time of a worker process, spent on the import of torch."""
 _IDLE_S = 5
 """Idle time in seconds before a worker process ends."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Name and options of a data set, to open it in any process."""
-
-    name: str
-    """Built-in name, ``my_file.py:Class`` or ``my_module:Class``."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the data set's class."""
-
-    def open(self) -> Dataset:
-        """Build the data set from its name and options.
-
-        Raises:
-            ConfigError: The name or an option is unknown.
-        """
-        return build(find_dataset(self.name), self.options, "data")
 
 
 @dataclass(frozen=True)
@@ -124,20 +108,23 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
             video decoder is not installed.
     """
     settings = chunk.features
+    compute: _Compute
     if isinstance(settings, FileFeatures):
-        compute = _make_file_reader(chunk, settings)
+        contents, compute = _read_features(chunk, settings), _keep
     elif isinstance(settings, ImageFeatures):
-        compute = _make_image_reader(chunk, settings)
+        contents, compute = chunk.source.read_images(chunk.rows), lambda _, image: settings.to_rows(image)
     else:
-        compute = _make_wave_reader(chunk, settings)
+        contents, compute = chunk.source.read_waves(chunk.rows), _make_extractor(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}
     start = time.perf_counter()
     with _one_thread():
-        for position, row in enumerate(chunk.rows):
+        for position, (row, content) in enumerate(zip(chunk.rows, contents, strict=True)):
             try:
-                matrix = compute(position, row)
+                if isinstance(content, Exception):
+                    raise content
+                matrix = compute(position, content)
             except (MemoryError, NoDecoderError):
                 raise
             except RaydflError as error:
@@ -159,30 +146,33 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
     return ChunkReport(chunk.number, len(chunk.rows), failures, time.perf_counter() - start)
 
 
-_Reader = Callable[[int, Mapping[str, Any]], np.ndarray]
-"""Returns a clip's features, float32 [frames, bands], for its position in the chunk and its row of the manifest."""
+_Compute = Callable[[int, Any], np.ndarray]
+"""Returns a clip's features, float32 [frames, bands], for its position in the chunk and its content."""
 
 
-def _make_file_reader(chunk: Chunk, settings: FileFeatures) -> _Reader:
-    noise = chunk.noise
-    return lambda position, row: read_features(
-        settings, row["clip"], noise is not None and noise.seeds[position] != NOISELESS
-    )
+def _read_features(chunk: Chunk, settings: FileFeatures) -> Iterator[Any]:
+    """Yield the features of each clip in a user's file, or the error."""
+    seeds = [NOISELESS] * len(chunk.rows) if chunk.noise is None else chunk.noise.seeds
+    clips = [(row["clip"], seed != NOISELESS) for row, seed in zip(chunk.rows, seeds, strict=True)]
+    return map_isolated(functools.partial(_read_clip, settings), clips, [clip for clip, _ in clips])
 
 
-def _make_image_reader(chunk: Chunk, settings: ImageFeatures) -> _Reader:
-    dataset = _open(chunk.source)
-    return lambda position, row: settings.to_rows(dataset.image(row))
+def _read_clip(settings: FileFeatures, clip: tuple[str, bool]) -> np.ndarray:
+    return read_features(settings, *clip)
 
 
-def _make_wave_reader(chunk: Chunk, settings: WaveFeatures) -> _Reader:
+def _keep(position: int, matrix: np.ndarray) -> np.ndarray:
+    return matrix
+
+
+def _make_extractor(chunk: Chunk, settings: WaveFeatures) -> _Compute:
     if isinstance(settings, PretrainedFeatures):
         settings.check_content(chunk.encoder)
-    dataset, extractor = _open(chunk.source), _find_extractor(settings)
+    extractor = _find_extractor(settings)
     noise, alterations = chunk.noise, chunk.alterations
 
-    def compute(position: int, row: Mapping[str, Any]) -> np.ndarray:
-        wave = extractor.trim(extractor.wave(*dataset.read(row)))
+    def compute(position: int, recording: tuple[np.ndarray, int]) -> np.ndarray:
+        wave = extractor.trim(extractor.wave(*recording))
         if noise is not None and noise.seeds[position] != NOISELESS:
             wave = add_noise(wave, noise.snr_db, noise.seeds[position])
         if alterations is not None and alterations.seeds[position] != UNALTERED:
@@ -274,17 +264,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-_datasets: dict[str, Dataset] = {}
-
-
-def _open(source: Source) -> Dataset:
-    """Open a data set once per process, because some load voices or tables."""
-    key = repr(source)
-    if key not in _datasets:
-        _datasets[key] = source.open()
-    return _datasets[key]
 
 
 _extractors: dict[str, FeatureExtractor] = {}

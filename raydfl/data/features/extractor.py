@@ -12,12 +12,13 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures
 from raydfl.data.features.wave import standardise
 
 if TYPE_CHECKING:
     from torch import nn
 
-WaveFeatures = FeatureSettings | ModelFeatures | KaldiFeatures | PretrainedFeatures
+WaveFeatures = FeatureSettings | ModelFeatures | KaldiFeatures | PretrainedFeatures | SpeechEmbeddingFeatures
 """Settings of all features computed from waves."""
 
 

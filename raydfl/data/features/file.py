@@ -11,12 +11,12 @@ Only one clip's matrix is in memory at a time. Recordings are not opened.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import check_regular
+from raydfl.core.isolation import call_isolated, reading
 from raydfl.core.progress import ProgressReporter
 from raydfl.core.settings import Settings
 from raydfl.data.features.digests import DIGEST_BYTES, UNREADABLE, digest_files
@@ -68,7 +69,8 @@ class FileFeatures(Settings):
             return values
         if not isinstance(values.get("path"), str | Path):
             raise ConfigError(f"data.features.path is missing. It must be {_FORMATS}.")
-        return {**values, "bands": _open(Path(values["path"])).read_bands()}
+        path = Path(values["path"])
+        return {**values, "bands": call_isolated(_read_bands, path, where=f"data.features: {path}")}
 
     def count_frames(self, seconds: np.ndarray) -> np.ndarray:
         """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the file knows it."""
@@ -90,6 +92,10 @@ class FileFeatures(Settings):
     def key(self) -> dict[str, Any]:
         """Return all settings that affect the values, for the cache key. The files' content is not included."""
         return self.model_dump(exclude={"path", "noisy_path"})
+
+
+def _read_bands(path: Path) -> int:
+    return _open(path).read_bands()
 
 
 def needs_waves(what: str) -> ConfigError:
@@ -148,14 +154,52 @@ def digest_features(
     missing: dict[int, str] = {}
     for kind in np.unique(noisy).tolist():
         path = settings.noisy_file() if kind else settings.path
-        source = _open_cached(path, *_read_stamp(path))
         numbers = np.flatnonzero(noisy == kind).tolist()
-        for number, result in source.digest({number: clips[number] for number in numbers}, cache, progress).items():
+        reasons = call_isolated(_explain_absences, path, [clips[number] for number in numbers], where=str(path))
+        missing |= {number: reason for number, reason in zip(numbers, reasons, strict=True) if reason is not None}
+        present = {number: clips[number] for number in numbers if number not in missing}
+        digest = _digest_folder if path.is_dir() else _digest_file
+        for number, result in digest(path, present, cache, progress).items():
             if isinstance(result, str):
                 missing[number] = result
             else:
                 digests[number] = result
     return digests, missing
+
+
+def _explain_absences(path: Path, clips: Sequence[str]) -> list[str | None]:
+    """Return the reason of each clip's absence in a file, or None. A folder is not searched."""
+    source = _open(path)
+    if isinstance(source, _Folder):
+        return [None] * len(clips)
+    return [None if clip in source.names else source.explain_absence(clip) for clip in clips]
+
+
+def _digest_file(
+    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
+) -> dict[int, bytes | str]:
+    """Return the digest of each clip's features in a file, by the clip's number."""
+    whole = digest_files({0: str(path.absolute())}, cache, progress)[0]
+    if isinstance(whole, OSError):
+        with _name_file(path):
+            raise whole
+    return {
+        number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
+        for number, clip in clips.items()
+    }
+
+
+def _digest_folder(
+    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
+) -> dict[int, bytes | str]:
+    """Return the digest of each clip's file in a folder, or the reason for its absence, by the clip's number."""
+    files = {number: str((path / f"{clip}.npy").absolute()) for number, clip in clips.items()}
+    return {
+        number: f"{files[number]} cannot be read: {result.strerror or result}"
+        if isinstance(result, OSError)
+        else result
+        for number, result in digest_files(files, cache, progress).items()
+    }
 
 
 def explain_missing(clips: Sequence[str], missing: Mapping[int, str]) -> DataError:
@@ -195,7 +239,7 @@ class _File:
         Raises:
             DataError: It cannot be read.
         """
-        with _wrap_errors(self.path):
+        with _name_file(self.path):
             array: np.ndarray = self._file.get_tensor(clip)
         return array
 
@@ -227,18 +271,6 @@ class _File:
         examples, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
         return f"{self.path} has no array {clip!r}, but {len(names)} others ({examples}{more})"
 
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
-        """Return each clip's digest of its features, or the reason for their absence, by the clip's number."""
-        whole = digest_files({0: str(self.path.absolute())}, cache, progress)[0]
-        if isinstance(whole, OSError):
-            raise _unusable(self.path, whole)
-        return {
-            number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
-            if clip in self.names
-            else self.explain_absence(clip)
-            for number, clip in clips.items()
-        }
-
 
 class _Npz(_File):
     """An ``.npz`` file, read as a zip archive. ``numpy.load`` searches a list, which is slow for many names."""
@@ -249,7 +281,7 @@ class _Npz(_File):
         self.names = {name.removesuffix(".npy"): name for name in self._archive.namelist() if name.endswith(".npy")}
 
     def load(self, clip: str) -> np.ndarray:
-        with _wrap_errors(self.path), self._archive.open(self.names[clip]) as file:
+        with _name_file(self.path), self._archive.open(self.names[clip]) as file:
             array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
         return array
 
@@ -264,7 +296,7 @@ class _Folder(_File):
 
     def load(self, clip: str) -> np.ndarray:
         file = self._path(clip)
-        with _wrap_errors(file):
+        with _name_file(file):
             check_regular(file.stat())
             array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
         return array
@@ -274,17 +306,6 @@ class _Folder(_File):
             folders.sort()
             names = (Path(folder) / name for name in sorted(files) if name.endswith(".npy"))
             yield from (str(name.relative_to(self.path).with_suffix("")) for name in names)
-
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
-        if not self.path.is_dir():
-            raise _unusable(self.path, FileNotFoundError(2, os.strerror(2)))
-        files = {number: str(self._path(clip).absolute()) for number, clip in clips.items()}
-        return {
-            number: f"{files[number]} cannot be read: {result.strerror or result}"
-            if isinstance(result, OSError)
-            else result
-            for number, result in digest_files(files, cache, progress).items()
-        }
 
     def _path(self, clip: str) -> Path:
         return self.path / f"{clip}.npy"
@@ -300,34 +321,21 @@ def _open(path: Path) -> _File:
     if path.suffix not in kinds and not path.is_dir():
         reason = "its name has no known ending" if path.exists() else "there is no such file or folder"
         raise DataError(f"data.features: {path} cannot be used: {reason}. It must be {_FORMATS}.")
-    with _wrap_errors(path):
+    with _name_file(path):
         if path.suffix in kinds:
             check_regular(path.stat())
         return kinds.get(path.suffix, _Folder)(path)
 
 
-@contextlib.contextmanager
-def _wrap_errors(path: Path) -> Iterator[None]:
-    """Replace errors of reading a file by a DataError with its path."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # NumPy evaluates a header as Python code, with many possible errors.
-        raise _unusable(path, error) from error
-
-
-def _unusable(path: Path, error: Exception) -> DataError:
-    reason = (error.strerror or "there is no such file") if isinstance(error, OSError) else error
-    return DataError(f"data.features: {path} cannot be read: {reason}. It must be {_FORMATS}.")
+def _name_file(path: Path) -> AbstractContextManager[None]:
+    """Name a file in the errors of its reader."""
+    return reading(f"data.features: {path}", remedy=f"It must be {_FORMATS}.")
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
     """Return a file's size and modification time. They change with the file."""
-    try:
+    with _name_file(path):
         status = path.stat()
-    except OSError as error:
-        raise _unusable(path, error) from error
     return (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
 
 

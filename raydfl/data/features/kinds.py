@@ -15,8 +15,17 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures
 
-AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | KaldiFeatures | PretrainedFeatures | FeatureSettings
+AnyFeatures = (
+    FileFeatures
+    | ModelFeatures
+    | ImageFeatures
+    | KaldiFeatures
+    | PretrainedFeatures
+    | SpeechEmbeddingFeatures
+    | FeatureSettings
+)
 _KINDS: dict[str, type[AnyFeatures]] = {
     "logmel": FeatureSettings,
     "file": FileFeatures,
@@ -24,6 +33,7 @@ _KINDS: dict[str, type[AnyFeatures]] = {
     "image": ImageFeatures,
     "kaldi": KaldiFeatures,
     "pretrained": PretrainedFeatures,
+    "speech_embedding": SpeechEmbeddingFeatures,
 }
 
 

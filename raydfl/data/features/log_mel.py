@@ -39,7 +39,8 @@ class FeatureSettings(Settings):
         Literal["logmel"],
         Field(
             description="Kind of features. logmel: logarithm of mel bands. file: precomputed features. model: your own network. "
-            "image: images. kaldi: Kaldi's filter bank. pretrained: a pretrained encoder."
+            "image: images. kaldi: Kaldi's filter bank. pretrained: a pretrained encoder. speech_embedding: a small pretrained "
+            "encoder of words."
         ),
     ] = "logmel"
     sample_rate: SampleRate = 16_000

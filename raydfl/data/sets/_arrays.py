@@ -12,6 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.sets._files import FileDataset, make_layout_error
 
 T = TypeVar("T")
@@ -126,10 +127,8 @@ def read_cached(read: Callable[..., T], path: Path, *options: int) -> T:
     Raises:
         DataError: the file cannot be opened.
     """
-    try:
+    with reading(path):
         content: T = _read_modified(read, path, path.stat().st_mtime_ns, *options)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return content
 
 

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.images import IMAGE_SUFFIXES
@@ -267,10 +268,8 @@ def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> lis
     """
     path = root / name
     reader = csv.DictReader(read_text(root, name, card).splitlines(keepends=True))
-    try:
+    with reading(f"{card.title}: {path}"):
         rows, names = list(reader), list(reader.fieldnames or [])
-    except csv.Error as error:
-        raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
     for column in needed:
         if column not in names:
             columns = ", ".join(names) or "none"
@@ -290,10 +289,8 @@ def read_text(root: Path, name: str, card: Card) -> str:
     path = root / name
     if not path.exists():
         raise make_layout_error(root, card, f"there is no {name}")
-    try:
+    with reading(f"{card.title}: {path}"):
         return read_regular(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
 
 
 def add_test_split(

@@ -5,12 +5,12 @@ Columns are read completely, except for recordings: only their addresses are rea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular
+from raydfl.core.isolation import reading
 from raydfl.data.packed import cell_address, span_address
 
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -202,14 +203,9 @@ def open_table(path: Path) -> Table:
         return Table(path, schema, _read_features(path, schema), functools.partial(_read_arrow, path, mapping), mapping)
 
 
-@contextlib.contextmanager
-def readable_table(path: Path) -> Iterator[None]:
-    """Convert errors about a file to a ``DataError`` with its path."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise DataError(f"{path}: the file is damaged, truncated, or of another type: {reason}") from error
+def readable_table(path: Path) -> AbstractContextManager[None]:
+    """Name a table in the errors of its reader."""
+    return reading(path, "the file is damaged, truncated, or of another type")
 
 
 def _read_list(path: Path) -> pa.Table:

@@ -1,9 +1,8 @@
 """Ambient Acoustic Contexts (C. Park et al., MobileHCI 2020): sounds of everyday places, cut from videos into clips of 1 s.
 
-Layout of FedSTAR's lists: each line of ``train_split.txt`` and ``test_split.txt`` has a file and its class. The files
-``id_{video}_{begin}_{end}_{second}.wav`` are at any depth below the root, usually in ``Data/Train`` and ``Data/Test``. The
-published lists have 3,936 and 697 files of nine classes, while the paper reports ten classes. Clips have no owner (group is
-null).
+Each line of FedSTAR's lists has a file, a tab and a class. The published lists have 3,936 and 697 files of nine classes, while
+the paper reports ten classes. The lists are the official split. Clips have no owner (group is null). No sample was available:
+the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ _FORM = "id_{video}_{begin}_{end}_{second}.wav"
 
 
 class AmbientContexts(FileDataset):
-    """Sounds of everyday places. Extra columns: ``recording`` (the video) and ``take`` (int64, its second)."""
+    """Sounds of everyday places.
+
+    Extra columns: ``recording`` (the video) and ``take`` (int64, its second).
+    """
 
     card: ClassVar[Card] = Card(
         title="Ambient Acoustic Contexts",

@@ -2,10 +2,19 @@
 
 By default the label is the emotion requested from the actor: six classes. With ``labels="voted"`` it is the emotion that most
 raters perceived in sound and video (``MultiModalVote`` of ``summaryTable.csv``), and clips without a majority are left out. The
-list of FedAudio, used by FedMLAC (4,798 clips of the full set), is ``labels="voted", emotions=["neutral", "happy", "sad",
-"anger"]``.
+published clip ``1076_MTI_SAD_XX`` has no sound and is always left out.
 
-The published clip ``1076_MTI_SAD_XX`` has no sound and is always left out.
+    raydfl data info jobs/tiny.yaml data='{name: crema_d, root: PATH/TO/CREMA-D, test_folds: [5]}'
+
+The list of FedAudio, used by FedMLAC (4,798 clips of the full set):
+
+    data:
+      name: crema_d
+      root: PATH/TO/CREMA-D
+      labels: voted
+      emotions: [neutral, happy, sad, anger]
+      test_folds: [5]
+      features: {normalise: group, seconds: 3.0}
 """
 
 from __future__ import annotations
@@ -31,10 +40,10 @@ Emotion = Literal["anger", "disgust", "fear", "happy", "neutral", "sad"]
 
 @dataclass(frozen=True, kw_only=True)
 class CremaD(FileDataset):
-    """Acted emotions. A group is an actor.
+    """Acted emotions.
 
-    Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). The set has no official split. The folds divide the sorted
-    actors into five ranges, as in FedAudio's cross-validation.
+    Groups are actors. Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). The set has no official split. The
+    folds divide the sorted actors into five ranges, as in FedAudio's cross-validation.
     """
 
     card: ClassVar[Card] = Card(

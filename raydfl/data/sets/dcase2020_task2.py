@@ -1,6 +1,6 @@
 """DCASE 2020 task 2 (Y. Koizumi et al., DCASE workshop 2020): six types of machines from MIMII and ToyADMOS, several of each type.
 
-Layout: ``{machine}/train`` and ``test`` with ``{normal|anomaly}_id_{nn}_{nnnnnnnn}.wav``. Training clips are normal.
+Official split. Training clips are normal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from raydfl.data.sets._machine_sets import MachineSet
 
 
 class DCASE2020Task2(MachineSet):
-    """Machines from DCASE 2020. Official split. Extra columns: ``condition``, ``machine``, ``id``, ``domain``."""
+    """Machines from DCASE 2020.
+
+    Extra columns: ``condition``, ``machine``, ``id`` and ``domain``.
+    """
 
     card: ClassVar[Card] = Card(
         title="DCASE 2020 task 2, development set",

@@ -1,9 +1,11 @@
 """DCASE 2023 task 2 (K. Dohi et al., arXiv:2305.07828): types of machines with a section each, in source and target domain.
 
-Layout of the development set (from MIMII DG and ToyADMOS2+): ``dev_data/raw/{machine}/train`` and ``test`` with
-``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. Later years have the same layout, with ``noAttribute`` for
-empty attributes. The evaluation set's test files have neither domain nor condition. They are not listed; use ``raydfl predict``
-for them.
+The development set, from MIMII DG and ToyADMOS2+, with its official split. Later years have the same layout, with
+``noAttribute`` for empty attributes. Columns are those of ``mimii_dg``. The evaluation set's test files have neither domain nor
+condition. They are not listed; ``raydfl predict`` scores them (docs/machines.md#a-submission-to-dcase).
+
+    raydfl data info jobs/tiny.yaml objective='{name: compact, normal: [normal]}' data='{name: dcase2023_task2,
+      root: PATH/TO/dcase2023_task2, machines: [bearing], split: {validation: 0}}'
 """
 
 from __future__ import annotations

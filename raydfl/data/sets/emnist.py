@@ -1,6 +1,8 @@
 """EMNIST (G. Cohen, S. Afshar, J. Tapson, A. van Schaik, arXiv:1702.05373): digits and letters, in MNIST's format.
 
-The published images are transposed: rows are columns. raydfl keeps them transposed, like torchvision.
+Grey images of 28 x 28, with an official split if both pairs of files are present. The published images are transposed: rows are
+columns. raydfl keeps them transposed, like torchvision. The reader is tested on small files in this layout, not on the whole
+set.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EMNIST(MNIST):
-    """Images of handwritten digits and letters, without owners."""
+    """Images of handwritten digits and letters, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="EMNIST",

@@ -1,4 +1,10 @@
-"""Berlin Database of Emotional Speech (EmoDB; F. Burkhardt and others, Interspeech 2005): acted German speech, ten speakers."""
+"""Berlin Database of Emotional Speech (EmoDB; F. Burkhardt and others, Interspeech 2005): acted German speech, ten speakers.
+
+    raydfl data info jobs/tiny.yaml data='{name: emodb, root: PATH/TO/emodb,
+      split: {test: {by: group, values: ["03", "08"]}}}'
+
+Groups are text: write ``"03"`` in quotes, since YAML reads 03 as the number 3.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,10 @@ _EMOTIONS = {
 
 
 class EmoDB(FileDataset):
-    """Seven acted emotions. A group is a speaker.
+    """Seven acted emotions.
 
-    Extra columns: ``text`` (code of one of ten sentences) and ``take`` (a letter). The set has no official split.
+    Groups are speakers. Extra columns: ``text`` (code of one of ten sentences) and ``take`` (a letter). The set has no official
+    split.
     """
 
     card: ClassVar[Card] = Card(

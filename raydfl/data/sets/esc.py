@@ -1,8 +1,10 @@
 """ESC-50 and ESC-10 (K. Piczak, ACM Multimedia 2015): environmental sounds of 5 s in five folds, in both published layouts.
 
-ESC-50 consists of ``meta/esc50.csv`` and ``audio/*.wav``, and includes ESC-10 (``esc10_only``). The earlier, separate ESC-10 has
-the layout ``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Clips have no owner (group is null): partition by label or by
-recording.
+ESC-50 includes ESC-10 (``esc10_only``); the earlier, separate ESC-10 has a folder for each class. Clips have no owner (group is
+null): partition by label or by recording.
+
+    raydfl data info jobs/tiny.yaml data='{name: esc, root: PATH/TO/ESC-10, test_folds: [4],
+      partition: {by: dirichlet, column: recording, clients: 4, alpha: 0.5}}'
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _COLUMNS = ("filename", "fold", "category", "esc10", "src_file", "take")
 class ESC(FileDataset):
     """Environmental sounds.
 
-    Extra columns: ``fold`` (int64), ``recording`` (the Freesound id) and ``take``. Keep the clips of a recording in the same set.
-    The official protocol is cross-validation over the folds.
+    Extra columns: ``fold`` (int64), ``recording`` (the Freesound id) and ``take``. Keep the clips of a recording in the same
+    set. The set has no official split; the official protocol is cross-validation over the folds.
     """
 
     card: ClassVar[Card] = Card(

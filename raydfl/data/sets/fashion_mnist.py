@@ -1,4 +1,8 @@
-"""Fashion-MNIST (H. Xiao, K. Rasul, R. Vollgraf, arXiv:1708.07747): grey images of clothes, in MNIST's layout."""
+"""Fashion-MNIST (H. Xiao, K. Rasul, R. Vollgraf, arXiv:1708.07747): grey images of clothes, in MNIST's layout.
+
+Images of 28 x 28: 60,000 for training and 10,000 for the test, the official split. The reader is tested on small files in this
+layout, not on the whole set.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from raydfl.data.sets.mnist import MNIST
 
 
 class FashionMNIST(MNIST):
-    """Images of clothes, without owners."""
+    """Images of clothes, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="Fashion-MNIST",

@@ -1,8 +1,14 @@
 """Your own recordings in a folder for each class: ``{class}/.../file``.
 
-Files may have any format of libsndfile (wav, flac, ogg, opus, mp3, aiff ...), any rate and any number of channels. Folders of the
-root with the names of splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...) are splits, with the folders of the
-classes inside.
+Folders of the root with the names of splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...) are splits, with
+the folders of the classes inside. Hidden files are ignored, and links to folders are followed. docs/data.md#folder has an
+example.
+
+All files with an ending known to libsndfile are clips: ``.wav``, ``.flac``, ``.ogg``, ``.oga``, ``.opus``, ``.mp3``, ``.aiff``,
+``.aif``, ``.au``, ``.caf``, ``.w64`` and rarer endings, with any rate and number of channels. ``raydfl data info``, ``prepare``
+and ``run`` report the remaining files: their number by ending, and the first names. For files that ffmpeg decodes (``.m4a``,
+``.aac``, ``.wma``, ``.mp4`` ...) the message includes a command for their conversion to wav. A recording in two formats
+(``a.mp3`` and ``a.wav``) counts as two clips; list the files to use in a manifest (docs/data.md#manifest).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FSD50K (E. Fonseca et al., IEEE/ACM TASLP 2022): Freesound clips with sets of labels of AudioSet's ontology.
 
-Layout as published: ``FSD50K.dev_audio/`` and ``FSD50K.eval_audio/`` contain ``{number}.wav``. ``FSD50K.ground_truth/dev.csv`` and
-``eval.csv`` list the classes of each clip, and dev.csv the validation clips. A label is a comma-separated list of classes: set
-``data.label_sets: {separator: ","}`` for the objective multi_label. The objective contrast ignores labels.
+The two lists are the official split; dev.csv also marks the validation clips. A label is a comma-separated list of classes: set
+``data.label_sets: {separator: ","}`` for the objective multi_label (docs/objectives.md#multi_label). The objective contrast
+ignores labels. No sample was available: the reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _PARTS = {"dev": ("fname", "labels", "split"), "eval": ("fname", "labels")}
 
 @dataclass(frozen=True, kw_only=True)
 class FSD50K(FileDataset):
-    """Sounds of 200 classes, several for a clip. Clips have no owner (group is null): partition by clips."""
+    """Sounds of 200 classes, several for a clip.
+
+    Clips have no owner (group is null): partition by clips.
+    """
 
     card: ClassVar[Card] = Card(
         title="FSD50K",

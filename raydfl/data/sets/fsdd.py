@@ -1,6 +1,16 @@
-"""Free Spoken Digit Dataset (Z. Jackson and others): ten digits, six speakers, 50 takes of each.
+"""Free Spoken Digit Dataset (Z. Jackson and others): ten digits, six speakers, 50 takes of each, at 8 kHz.
 
-The published split: takes 0 to 4 of each speaker and digit are the test set.
+The published split: takes 0 to 4 of each speaker and digit are the test set. Clone the repository of the source to get the set.
+
+    data:
+      name: fsdd
+      root: PATH/TO/fsdd
+      features: {sample_rate: 8000, seconds: 1.0}
+      partition: {by: group, shards: 10}
+
+The same partition on the command line:
+
+    raydfl data info jobs/tiny.yaml data='{name: fsdd, root: PATH/TO/fsdd, partition: {shards: 10}}'
 """
 
 from __future__ import annotations
@@ -17,7 +27,10 @@ from raydfl.data.sets._files import FileDataset
 
 @dataclass(frozen=True, kw_only=True)
 class FSDD(FileDataset):
-    """Spoken digits. A group is a speaker. Extra column: ``take`` (int64)."""
+    """Spoken digits.
+
+    Groups are speakers. Extra column: ``take`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset",

@@ -1,12 +1,14 @@
 """Folders of the library ``datasets`` (Hugging Face), read without it: Parquet, ``save_to_disk``, and folders of files.
 
 - Parquet files with recordings, as on the hub: ``data/train-00000-of-00002.parquet``, or similar names.
-- Output of ``save_to_disk``: Arrow files, with a folder for each of several splits.
+- Output of ``save_to_disk``: uncompressed Arrow files, with a folder for each of several splits.
 - ``audiofolder``: files next to a ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` with a column ``file_name``. Without
   a list, folders are classes, as in :mod:`raydfl.data.sets.folder`.
 
-Recordings are not copied: a clip's path is an address in the file (:mod:`raydfl.data.packed`). The library itself would copy each
-recording into its cache, and does not return the address of a recording.
+A recording is bytes, a struct with ``bytes``, a struct with ``array`` and ``sampling_rate`` (in Parquet), or, without bytes,
+the ``path`` of a file. Numbers of the type ``ClassLabel`` are replaced by their names; -1 is unlabelled. A list of classes is
+joined by ``|``. Recordings are not copied: a clip's path is an address in the file (docs/data.md#recordings-in-larger-files).
+The library itself would copy each recording into its cache, and does not return the address of a recording.
 """
 
 from __future__ import annotations

@@ -2,7 +2,11 @@
 
 The label is the majority vote of the raters (``dialog/EmoEvaluation``). Turns without a majority (``xxx``) are left out. By
 default the set has the four classes of FedAudio and FedMLAC (neutral, happy including excited, sad, angry) and leaves out all
-remaining turns. ``improvised=true`` reads only improvised dialogues, as in both papers.
+remaining turns. ``improvised=true`` reads only improvised dialogues, as in both papers. The loader is tested on generated files
+in this layout, not on the set itself.
+
+    data: {name: iemocap, root: IEMOCAP_full_release, improvised: true, test_sessions: [5],
+           features: {normalise: group, seconds: 5.0}}
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ _ALL = {code: code for code in ("neu", "hap", "exc", "sad", "ang", "fru", "fea",
 
 @dataclass(frozen=True, kw_only=True)
 class IEMOCAP(FileDataset):
-    """Emotions in dialogue. A group is an actor (``Ses01F`` ... ``Ses05M``).
+    """Emotions in dialogue.
 
-    Extra columns: ``session`` (int64) and ``dialogue``. The set has no official split. Durations are from the evaluation files.
+    Groups are actors (``Ses01F`` ... ``Ses05M``). Extra columns: ``session`` (int64) and ``dialogue``. The set has no official
+    split. Durations are from the evaluation files.
     """
 
     card: ClassVar[Card] = Card(

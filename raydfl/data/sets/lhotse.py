@@ -1,8 +1,10 @@
 """Cuts of the toolkit Lhotse, read without it: JSON lines, each a segment of a recording with its annotations (``CutSet.to_file``).
 
-Supported are ``MonoCut`` cuts of recordings in files. The samples equal Lhotse's: ``start`` and ``duration`` are rounded to
-samples, halves up. Cuts that Lhotse would compute or fetch raise an error: mixed cuts and padding, several channels, features
-without a recording, transforms (speed, resampling), and sources of the types command, URL or bytes.
+The lists may be compressed with gzip. The samples equal Lhotse's: ``start`` and ``duration`` are rounded to samples, halves up.
+Classes and owners come from the supervision of a cut or its ``custom``. Several supervisions of a cut must agree on both.
+Supported are ``MonoCut`` cuts of recordings in files. Cuts that Lhotse would compute or fetch raise an error: mixed cuts and
+padding, several channels, features without a recording, transforms (speed, resampling), and sources of the types command, URL
+or bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -24,6 +25,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import check_regular
+from raydfl.core.isolation import reading
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import resolve_path
@@ -94,6 +97,12 @@ class Lhotse(PackedSet):
         return f"@{row['start'] or 0.0!r}-{row['stop']!r}#{row['channel']}"
 
 
+_REMEDY = (
+    "raydfl reads single-channel cuts (MonoCut) of recordings in files, without transforms. Convert the recordings with "
+    "CutSet.save_audios"
+)
+
+
 def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a list of cuts.
 
@@ -101,33 +110,18 @@ def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
         file: the list, optionally compressed with gzip.
         folder: base of relative paths of recordings.
     """
-    where = str(file)
-    try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{file}: line {number}"
+    with reading(file):
+        check_regular(file.stat())
+    with reading(file), (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}: line {number}"
+                with reading(where, remedy=_REMEDY):
                     cut = json.loads(line)
                     where += f" (cut {cut.get('id')!r})"
-                    yield _make_row(cut, folder)
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        if isinstance(error, LookupError | TypeError | AttributeError):
-            reason = f"the cut is not in Lhotse's format: {type(error).__name__}: {error}"
-        raise DataError(
-            f"{where} cannot be read: {reason}. raydfl reads single-channel cuts (MonoCut) of recordings in files, without "
-            f"transforms. Convert the recordings with CutSet.save_audios"
-        ) from error
+                with reading(where, remedy=_REMEDY):
+                    row = _make_row(cut, folder)
+                yield row
 
 
 def _make_row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -24,6 +24,11 @@ Both keep the frames of a clip and change their order, apart from frames that ov
 the changed strokes over the machine's power: 0 changes the whole clip, lower values a part, at least five successive strokes.
 
 All training clips are normal. Anomalous clips are in the test set, and in the optional validation set.
+
+Noise and level of the machines are described in docs/machines.md#generated-anomalies. To test each machine at its own client:
+
+    raydfl data info jobs/tiny.yaml data='{name: machines, ids: 3,
+      split: {test: null, client_test: {by: split, values: [test]}}}'
 """
 
 from __future__ import annotations
@@ -124,7 +129,10 @@ class _Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Dataset):
-    """Synthetic machine sounds: normal clips for training, normal and anomalous clips for tests."""
+    """Synthetic machine sounds: normal clips for training, normal and anomalous clips for tests.
+
+    Groups are machines. Extra columns: ``condition``, ``machine``, ``id``, ``domain`` and ``anomaly`` (its kind, or ``none``).
+    """
 
     card: ClassVar[Card] = Card(
         title="Machines, generated",

@@ -1,8 +1,17 @@
 """Your own recordings, listed in a CSV or Parquet file with their classes, and optionally owners and splits.
 
-Relative paths start at the folder of the list, or at ``root``. Files may have any format of libsndfile, any rate and any number of
-channels, or be videos (extra ``video``). The columns ``start`` and ``stop`` (seconds) select a segment of the file, and
-``file_channel`` (from 0) a channel. Further columns are kept.
+Relative paths start at the folder of the list, or at ``root``. Files may have any format of libsndfile (wav, flac, ogg, opus,
+mp3, aiff, au, caf and more), any rate and any number of channels, or be videos (docs/views.md#videos). A clip's id is its path
+below the root. Mapped columns are renamed to ``path``, ``label``, ``group`` and ``split``. Further columns keep their names,
+and are available to splits and partitions. docs/data.md#manifest has examples.
+
+With the columns ``start`` and ``stop``, in seconds, a clip is a part of its file. An empty cell means the beginning or the end
+of the file. A file may have any number of clips. The id of a part is ``PATH@START-STOP``, as in ``day1.wav@12.5-14``. A stop
+may exceed the end of the file by at most 10 ms (to allow for rounding), and no file may have the same part twice. If these
+columns have another meaning in your list, rename them.
+
+With the column ``file_channel`` a clip is a single channel of its file, counted from 0. An empty cell means all channels. The
+channel is in the id, as in ``day1.wav#1``.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
@@ -134,7 +144,7 @@ class Manifest(Dataset):
         return _format_segment(row.get("start"), row.get("stop"), row.get(CHANNEL)) or None
 
     def _read_table(self, file: Path) -> pa.Table:
-        try:
+        with reading(file, remedy=f"Expected {self.card.layout}"):
             if not file.is_file():
                 raise DataError(f"there is no list of recordings {file}. Expected {self.card.layout}")
             if file.suffix.lower() == ".parquet":
@@ -150,9 +160,6 @@ class Manifest(Dataset):
                     *_SEGMENT,
                 )
                 return read_csv(file, names)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or error
-            raise DataError(f"{file} cannot be read: {reason}. Expected {self.card.layout}") from error
         raise DataError(f"{file} is neither *.csv nor *.parquet. Expected {self.card.layout}")
 
     def _resolve_paths(self, values: list[object], file: Path, root: Path) -> list[str]:

@@ -1,8 +1,10 @@
 """MIMII (H. Purohit et al., DCASE workshop 2019): fans, pumps, sliders and valves, four to seven of each, eight microphones.
 
-Layout: ``[{snr}_dB_{machine}/]{machine}/id_{nn}/{normal,abnormal}/{nnnnnnnn}.wav``. Folders such as ``-6_dB_fan`` distinguish the
-signal-to-noise ratios, for which the same recordings were mixed with factory noise. The archives contain the folder
-``{machine}``. The set has no split: hold out anomalous clips by condition, and with several ratios hold out by ``recording``.
+Folders such as ``-6_dB_fan`` distinguish the signal-to-noise ratios, for which the same recordings were mixed with factory
+noise. The archives contain the folder ``{machine}``. The set has no split: hold out anomalous clips by condition, and with
+several ratios hold out by ``recording``.
+
+    raydfl data info jobs/tiny.yaml data='{name: mimii, root: PATH/TO/mimii, features: {channel: 3}, split: {test: null}}'
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """MIMII DG (K. Dohi et al., DCASE workshop 2022): five types of machines for anomaly detection in domains with few clips.
 
-Layout of DCASE 2022 task 2: ``{machine}/train`` and ``test`` with
-``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. The lists ``attributes_{nn}.csv`` repeat the names of the
-files and are not read.
+DCASE 2022 task 2, with its official split. The lists ``attributes_{nn}.csv`` repeat the names of the files and are not read.
+The reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations
@@ -14,7 +13,11 @@ from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
 class MIMIIDG(SectionSet):
-    """Machines with domain shifts, from DCASE 2022."""
+    """Machines with domain shifts, from DCASE 2022.
+
+    Extra columns: ``condition``, ``machine``, ``section``, ``domain``, and ``attribute_NAME`` for each attribute of all listed
+    clips (choose a single type with ``machines``).
+    """
 
     card: ClassVar[Card] = Card(
         title="MIMII DG, DCASE 2022 task 2",

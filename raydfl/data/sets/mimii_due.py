@@ -1,7 +1,7 @@
 """MIMII DUE (R. Tanabe et al., WASPAA 2021): five types of machines with domain shifts in load and environment.
 
-Layout of DCASE 2021 task 2, including its toy car and toy train: ``{machine}/train``, ``source_test`` and ``target_test`` with
-``section_{nn}_{domain}_{split}_{condition}_{nnnn}[_{attributes}].wav``. Test files have no attributes.
+DCASE 2021 task 2, including its toy car and toy train, with its official split. Test files have no attributes. The reader is
+tested on small trees in this layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
 class MIMIIDUE(SectionSet):
-    """Machines with domain shifts, from DCASE 2021."""
+    """Machines with domain shifts, from DCASE 2021.
+
+    Extra columns: ``condition``, ``machine``, ``section``, ``domain`` and ``attributes``.
+    """
 
     card: ClassVar[Card] = Card(
         title="MIMII DUE, DCASE 2021 task 2",

@@ -1,8 +1,13 @@
 """MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
 
-Layout: idx files of grey images and of labels, a pair for training and a pair for the test. Either pair may be missing. An idx file
-is often compressed with gzip. It consists of two zero bytes, a byte for the type (8: unsigned bytes) and a byte for the number of
-dimensions, the dimensions as 32-bit integers (big-endian), and the values.
+Grey images of 28 x 28, in idx files of images and of labels: a pair for training and a pair for the test, the official split.
+Either pair may be missing; the set then has no split. An idx file is often compressed with gzip. It consists of two zero bytes,
+a byte for the type (8: unsigned bytes) and a byte for the number of dimensions, the dimensions as 32-bit integers (big-endian),
+and the values. docs/views.md has an example with MNIST. For notMNIST:
+
+    raydfl data info jobs/tiny.yaml models.model=cnn_small data='{name: mnist, root: PATH/TO/notmnist,
+      names: [A, B, C, D, E, F, G, H, I, J], features: {kind: image, size: 28},
+      split: {test: {by: clip, fraction: 0.1}}, partition: {by: iid, clients: 10}}'
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ from __future__ import annotations
 import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +22,7 @@ import numpy as np
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, read_cached
 from raydfl.data.sets._files import make_layout_error
@@ -27,7 +32,10 @@ _UNSIGNED_BYTES = 8
 
 
 class MNIST(ArraySet):
-    """Images of handwritten digits, without owners."""
+    """Images of handwritten digits, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="MNIST",
@@ -65,10 +73,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 def _read(path: Path, dimensions: int) -> np.ndarray:
     content = read_regular(path)
     if content[:2] == b"\x1f\x8b":
-        try:
+        with reading(path, "the gzip file is truncated or damaged", "Download it again"):
             content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: the gzip file is truncated or damaged ({error}). Download it again") from error
     start = 4 + 4 * dimensions
     if len(content) < start:
         raise DataError(

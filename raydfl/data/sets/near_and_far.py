@@ -8,6 +8,21 @@ The two views have one event in common, so they are correlated given the class. 
 n is white Gaussian noise, T60 the reverberation time (decay by 60 dB), and DRR the direct-to-reverberant ratio in dB. Each clip has
 its own n. Polack's model of late reverberation (1988); early reflections and the room's colour are neglected. White noise of the
 microphone is added after the room.
+
+Training and test clips have the same kind of room. With ``t60: 0`` and ``snr_db: null`` both views are equal. The job
+``jobs/modality_mirror/near_and_far.yaml`` trains ModalityMirror and its baselines on this set
+(docs/modality_mirror.md#two-microphones-of-one-event). docs/views.md explains views.
+
+    data:
+      name: near_and_far
+      root: PATH/TO/fsdd
+      first: far
+      features: {sample_rate: 8000, seconds: 1.0}
+      views: {near: {column: near, features: {sample_rate: 8000, seconds: 1.0}}}
+      missing: {near: 0.3}
+      partition: {by: dirichlet, clients: 20, alpha: 0.5}
+    models: {model: crnn_tiny, near: {name: crnn_tiny, view: near}}
+    method: multifl
 """
 
 from __future__ import annotations
@@ -34,7 +49,10 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class NearAndFar(FSDD):
-    """Spoken digits by a near and a far microphone. A group is a speaker."""
+    """Spoken digits by a near and a far microphone.
+
+    Groups are speakers. Extra columns: ``take``, ``near`` and ``far``.
+    """
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset by a near and a far microphone",

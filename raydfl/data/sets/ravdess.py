@@ -1,4 +1,9 @@
-"""RAVDESS (S. Livingstone and F. Russo, PLoS ONE 2018): acted emotional speech and song of 24 actors, the audio-only files."""
+"""RAVDESS (S. Livingstone and F. Russo, PLoS ONE 2018): acted emotional speech and song of 24 actors, the audio-only files.
+
+To hold out the second statement:
+
+    data: {name: ravdess, root: PATH/TO/RAVDESS, split: {test: {by: statement, values: [2]}}}
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,10 @@ _EMOTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RAVDESS(FileDataset):
-    """Eight acted emotions in speech (six in song). A group is an actor.
+    """Eight acted emotions in speech (six in song).
 
-    Extra columns: ``channel`` (speech or song), ``intensity`` (normal or strong), ``statement`` and ``repetition`` (1 or 2, int64).
-    The set has no official split.
+    Eight emotions in speech, six in song. Groups are actors. Extra columns: ``channel`` (speech or song), ``intensity`` (normal
+    or strong), ``statement`` and ``repetition`` (1 or 2, int64). The set has no official split.
     """
 
     card: ClassVar[Card] = Card(

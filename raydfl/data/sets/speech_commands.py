@@ -7,6 +7,20 @@ With ``task="keywords"`` the classes are ten words, ``_unknown_`` (all remaining
 12-class protocol, silence is cut from the files of ``_background_noise_``, 1 s every 0.5 s: ``running_tap.wav`` for validation
 and the rest for training. Without this folder the set has no silence. The protocol's test set is a separate archive. Set
 ``test_root`` to its folder to replace the clips of the testing list.
+
+Silence has no speaker. To split or partition a set with silence by group, deal it to the speakers with ``ungrouped: deal``, or
+leave it out with ``leave_out: [_silence_]`` (docs/data.md#which-clips).
+
+    data:
+      name: speech_commands
+      root: PATH/TO/speech_commands_v0.01
+      partition: {by: group, minimum: 2, smaller: drop}
+      split: {official_validation: drop}
+
+The test archive as a set of its own:
+
+    raydfl data info jobs/tiny.yaml data='{name: speech_commands, root: PATH/TO/speech_commands_test_set_v0.02,
+      ungrouped: deal, split: {test: {by: group, fraction: 0.2}}}'
 """
 
 from __future__ import annotations

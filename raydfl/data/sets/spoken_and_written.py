@@ -3,6 +3,18 @@
 A small set with two views. Test recordings get the first images of their digit, and training recordings the following images. If
 MNIST has too few images, training recordings share images, but never with test recordings. Noise in either view, in training and
 test alike, controls how much the views can learn from each other.
+
+A single pair of MNIST's files is sufficient. docs/views.md explains views.
+
+    data:
+      name: spoken_and_written
+      root: PATH/TO/fsdd
+      pictures: PATH/TO/mnist
+      snr_db: 0
+      features: {sample_rate: 8000, seconds: 1.0}
+      views: {image: {column: image, features: {kind: image, size: 28}}}
+      partition: {by: dirichlet, clients: 20, alpha: 0.5}
+    models: {model: {name: cnn_small, view: image}}
 """
 
 from __future__ import annotations
@@ -31,7 +43,10 @@ _WHITE = 255
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenAndWritten(FSDD):
-    """Spoken digits with images of the digits. A group is a speaker."""
+    """Spoken digits with images of the digits.
+
+    Groups are speakers. Extra columns: ``take``, ``image`` and ``image_number``.
+    """
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset with images of MNIST",

@@ -1,7 +1,8 @@
 """SVHN (Y. Netzer et al., Reading Digits in Natural Images, NIPS workshop 2011), format 2: digits of house numbers.
 
-Layout: a MATLAB file for training and a file for the test. Either may be missing. ``extra_32x32.mat`` is not read. In the files,
-the class of the digit 0 is 10.
+Colour images of 32 x 32: 73,257 for training and 26,032 for the test, the official split. Either file may be missing; the set
+then has no split. ``extra_32x32.mat`` is not read. In the files, the class of the digit 0 is 10. The reader is tested on small
+files in this layout, not on the whole set.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import scipy.io
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
+from raydfl.core.isolation import reading
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, check_arrays, read_cached
 
@@ -22,7 +24,10 @@ _SIZE = (32, 32, 3)
 
 
 class SVHN(ArraySet):
-    """Images of the digits of house numbers, without owners."""
+    """Images of the digits of house numbers, without owners.
+
+    Images have no owner (group is null). Extra column: ``number`` (int64).
+    """
 
     card: ClassVar[Card] = Card(
         title="Street View House Numbers",
@@ -43,12 +48,8 @@ class SVHN(ArraySet):
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read images, uint8 [images, 32, 32, 3], and labels, int64 [images]."""
     file = io.BytesIO(read_regular(path))
-    try:
+    with reading(path, "truncated, damaged, or not a MATLAB file of version 4 to 7", "Download the file again"):
         content = scipy.io.loadmat(file, variable_names=["X", "y"])
-    except Exception as error:  # a damaged file raises errors of many types
-        raise DataError(
-            f"{path}: truncated, damaged, or not a MATLAB file of version 4 to 7 ({error}). Download the file again"
-        ) from error
     for name in ("X", "y"):
         if name not in content:
             raise DataError(f"{path}: the file has no {name!r} (X: images, y: labels). Download it again")

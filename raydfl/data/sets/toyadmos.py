@@ -1,7 +1,7 @@
 """ToyADMOS (Y. Koizumi et al., WASPAA 2019): toy cars, conveyors and trains, recorded by four microphones in separate files.
 
-Layout: ``{machine}/case{n}/{NormalSound,AnomalousSound}_IND/{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav``. A
-case is a toy with its own parts. Long recordings (``_CNT``) and environmental noise are not listed. The set has no split.
+A case is a toy with its own parts. Long recordings (``_CNT``) and environmental noise are not listed. The set has no split. The
+reader is tested on small trees in this layout.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from raydfl.data.sets._machine_sets import ANOMALY, NORMAL, MachineSet
 
 @dataclass(frozen=True, kw_only=True)
 class ToyADMOS(MachineSet):
-    """Toys, some with broken parts. A group is a toy.
+    """Toys, some with broken parts.
 
-    Extra columns: ``condition``, ``machine``, ``id`` (the case), ``domain`` and ``anomaly`` (ab01 ..., or none).
+    Groups are toys. Extra columns: ``condition``, ``machine``, ``id`` (the case), ``domain`` and ``anomaly`` (ab01 ..., or
+    none).
     """
 
     card: ClassVar[Card] = Card(

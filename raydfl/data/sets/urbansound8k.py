@@ -1,8 +1,16 @@
 """UrbanSound8K (J. Salamon and others, ACM Multimedia 2014): urban sounds of at most 4 s in ten folds.
 
-Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep the
-slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s (``shortest_seconds=0.1``) and hold out one
-fold at a time.
+Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep
+the slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s and hold out one fold at a time:
+
+    data:
+      name: urbansound8k
+      root: PATH/TO/UrbanSound8K
+      test_folds: [2]
+      shortest_seconds: 0.1
+      features: {bands: 128, window_ms: 64, fft: 1024}
+      segment: {frames: 300, stride: 50, test_stride: 100, keep_last: false}
+      partition: {by: dirichlet, column: recording, clients: 50, alpha: 0.5, minimum: 5}
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
@@ -32,7 +41,8 @@ _CLASSES = (
 class UrbanSound8K(FileDataset):
     """Urban sounds, ten classes.
 
-    Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id). The official protocol is cross-validation over the folds.
+    Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id). The set has no official split; the official protocol
+    is cross-validation over the folds.
     """
 
     card: ClassVar[Card] = Card(
@@ -51,12 +61,8 @@ class UrbanSound8K(FileDataset):
         rows: list[dict[str, Any]] = []
         labels = {str(number): label for number, label in enumerate(_CLASSES)}
         for number, row in enumerate(read_rows(root, _TABLE, _COLUMNS, self.card), start=2):
-            try:
+            with reading(f"{self.card.title}: line {number} of {root / _TABLE}", "it has no fold or no class"):
                 fold, label = int(row["fold"]), labels[row["classID"]]
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{self.card.title}: line {number} of {root / _TABLE} has no fold or no class: {error}"
-                ) from error
             clip, seconds = f"audio/fold{fold}/{row['slice_file_name']}", None
             # Some copies of the set are padded, so only the file has the duration. Reading the clip reports an unreadable file.
             with contextlib.suppress(DataError):

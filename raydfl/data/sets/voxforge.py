@@ -1,9 +1,10 @@
 """VoxForge (voxforge.org): sentences read by volunteers in several languages. The class is the language.
 
-Layout of the mirrors: ``{language}/Trunk/Audio/Main/16kHz_16bit/{speaker}-{date}-{letters}/wav/*.wav`` or ``.flac``, with a
-folder for each submission. The folders between language and submission are arbitrary. If ``test_split.txt`` exists, its files are
-the test set and all remaining files are for training (FedSTAR's list has 30,397 files of six languages). Without this list, the
-set has no split.
+The mirrors have the layout ``{language}/Trunk/Audio/Main/16kHz_16bit/{speaker}-{date}-{letters}/wav/*.wav`` or ``.flac``, with
+a folder for each submission. The folders between language and submission are arbitrary. If ``test_split.txt`` exists, with the
+name of a file on each line, its files are the test set and all remaining files are for training (FedSTAR's list has 30,397
+files of six languages). Without this list, the set has no split. No sample was available: the reader is tested on small trees
+in this layout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _LIST = "test_split.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class VoxForge(FileDataset):
-    """Sentences in several languages. A group is a speaker within a language. Extra column: ``submission``."""
+    """Sentences in several languages.
+
+    Groups are speakers within a language. Extra column: ``submission``.
+    """
 
     card: ClassVar[Card] = Card(
         title="VoxForge",

@@ -1,9 +1,19 @@
 """Shards of the library ``webdataset``, read without it: tar archives with the files of each sample in sequence.
 
 The sample of a file is its path up to the first dot of the file's name, and the field is the rest: ``dog/0001.wav``,
-``dog/0001.cls`` and ``dog/0001.left.wav`` are the fields ``wav``, ``cls`` and ``left.wav`` of the sample ``dog/0001``. Recordings
-stay in the archive: a clip's path is an address in it (:mod:`raydfl.data.packed`). The library itself reads archives as streams,
-without the addresses of files.
+``dog/0001.cls`` and ``dog/0001.left.wav`` are the fields ``wav``, ``cls`` and ``left.wav`` of the sample ``dog/0001``.
+Recordings stay in the archive: a clip's path is an address in it (docs/data.md#recordings-in-larger-files). The library itself
+reads archives as streams, without the addresses of files. Fields:
+
+    wav, flac, mp3, opus, ogg ...   the recording; a sample with several (left.wav, right.wav) needs audio_field
+    cls                             the class, as text or as a number; names maps numbers to names
+    json                            an object; text, numbers, booleans and lists of these (joined by |) are columns
+    txt, further text               a column with the field's name
+    further recordings, images      a column with the field's name, for data.views
+
+A sample without a class is unlabelled. Samples are in the order of the shards. Compressed archives are rejected, because
+reading a sample would require decompressing everything before it. A label or a recording must not be a link either: pack with
+``tar --dereference --hard-dereference``.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import reading
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.images import IMAGE_SUFFIXES
@@ -39,9 +50,7 @@ _MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
 class WebDataset(PackedSet):
     """Shards of recordings.
 
-    Extra columns: all fields of text, the values of the field json (text, numbers, booleans), and the addresses of further
-    recordings or images, for ``data.views``. A clip's id is the shard's path below the root and the recording's name in the shard:
-    ``train-000000.tar/dog/0001.wav``.
+    A clip's id is the shard's path below the root and the recording's name in the shard: ``train-000000.tar/dog/0001.wav``.
     """
 
     card: ClassVar[Card] = Card(
@@ -145,13 +154,11 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _parse_text(field: str, content: bytes, where: str) -> dict[str, Any]:
     """Parse the value of a text, or the plain values of a JSON object, by column."""
-    try:
+    with reading(where, f"cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}"):
         text = content.decode("utf-8-sig")
         if field not in _JSON:
             return {field: text.strip()}
         values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{where} must be a JSON object, not {type(values).__name__}")
     return {key: value for key, value in values.items() if key not in ("clip", "path") and is_plain(value)}

@@ -38,6 +38,8 @@ import pyarrow.parquet
 from pydantic import Field
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.core.files import check_regular
+from raydfl.core.isolation import call_isolated, reading
 from raydfl.core.settings import Settings
 from raydfl.data.client_ids import ClientIds, to_numbers
 from raydfl.data.csv_file import read_csv
@@ -240,22 +242,10 @@ def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Ite
         raise DataError(
             f"{where}: {path} has an unknown ending. Write the table of {row_of}s to a file that ends in {', '.join(_KINDS)}"
         )
-    try:
-        if kind == ".parquet":
-            file = pa.parquet.ParquetFile(path, memory_map=True)
-            names = file.schema_arrow.names
-            table = file.read([name for name in requested if name in names])
-        elif kind == ".csv":
-            table = read_csv(path, ["clip", "role", "pool", _CLIENT])
-            names = table.column_names
-        else:
-            table, names = _map_columns(path, requested)
-        table.validate(full=True)  # Damaged offsets end the process when a value is read.
-    except (OSError, ValueError, pa.ArrowException) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise DataError(
-            f"{where}: {path} cannot be read: {reason}; it must be a Parquet, Arrow or CSV file with a row for each {row_of}"
-        ) from error
+    remedy = f"It must be a Parquet, Arrow or CSV file with a row for each {row_of}"
+    table, names = call_isolated(_read_columns, path, requested, f"{where}: {path}", remedy, where=f"{where}: {path}")
+    if table is None:
+        table, names = _map_columns(path, requested)
     if not table.num_rows:
         raise DataError(f"{where}: {path} has no rows. Write a row for each {row_of}")
     present = [name for name in requested if name in needed or name in names]
@@ -271,6 +261,29 @@ def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Ite
                 f"{setting}: row {row + 1} of {path} has no {name!r}; rows to fill in: {column.null_count:,}"
             )
     return table.select(present)
+
+
+def _read_columns(
+    path: Path, requested: Sequence[str], place: str, remedy: str
+) -> tuple[pa.Table | None, Sequence[str]]:
+    """Read and validate columns of a table, and return them with the names of all columns.
+
+    An Arrow file gives no columns: the caller can map the valid file without copying it.
+    """
+    kind = path.suffix.lower()
+    with reading(place, remedy=remedy):
+        check_regular(path.stat())
+        if kind == ".parquet":
+            file = pa.parquet.ParquetFile(path, memory_map=True)
+            names = file.schema_arrow.names
+            table = file.read([name for name in requested if name in names])
+        elif kind == ".csv":
+            table = read_csv(path, ["clip", "role", "pool", _CLIENT])
+            names = table.column_names
+        else:
+            table, names = _map_columns(path, requested)
+        table.validate(full=True)  # Damaged offsets end the process when a value is read.
+    return table if kind in (".parquet", ".csv") else None, names
 
 
 def _map_columns(path: Path, requested: Iterable[str]) -> tuple[pa.Table, list[str]]:

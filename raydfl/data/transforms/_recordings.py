@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raydfl.core.errors import DataError
+from raydfl.core.isolation import call_isolated
 from raydfl.data.audio import read_audio
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
@@ -47,6 +48,6 @@ def load_waves(folder: Path, extractor: FeatureExtractor, option: str) -> Iterat
         raise DataError(f"{option}: no recording is in {folder}. Add recordings (.wav, .flac, .ogg ...).")
     for name in sorted(names):
         try:
-            yield extractor.wave(*read_audio(folder / name))
+            yield extractor.wave(*call_isolated(read_audio, str(folder / name), where=str(folder / name)))
         except DataError as error:
             raise DataError(f"{option}: {folder / name} cannot be used: {error}") from error

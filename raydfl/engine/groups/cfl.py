@@ -1,8 +1,8 @@
 """CFL: a group is split in two when its mean change is small but single clients' changes are large.
 
 F. Sattler, K.-R. Mueller, W. Samek, Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
-Constraints, IEEE Transactions on Neural Networks and Learning Systems, 2020, algorithms 1 and 3. With D_i the change of client i of
-group c, n_i its weight, and a_ij = <D_i, D_j> / (||D_i|| ||D_j||):
+Constraints, IEEE Transactions on Neural Networks and Learning Systems, 2020, algorithms 1 and 3. With D_i the change of client i
+of group c, n_i its weight, and ``a_ij = <D_i, D_j> / (||D_i|| ||D_j||)``:
 
     split c if  || sum_i n_i D_i / sum_i n_i || < eps_mean   and   max_i ||D_i|| > eps_max
     (c1, c2) = argmin over bipartitions of  a_cross = max over i in c1, j in c2 of a_ij
@@ -10,10 +10,11 @@ group c, n_i its weight, and a_ij = <D_i, D_j> / (||D_i|| ||D_j||):
 
 Single linkage computes the bipartition: it merges the most similar clients until two groups are left.
 
-Differences from the paper: the paper trains all clients in every round. Here only the round's clients of a group are split. Absent
-members stay with the larger half, which keeps the group's name. A client without a group joins the group with the most similar mean
-change. The defaults of eps_mean and eps_max are those of the authors' code, which uses complete linkage. ``tasks/mean_norm`` and
-``tasks/max_norm`` record both norms, averaged over groups.
+Differences from the paper: the paper trains all clients in every round. Here only the round's clients of a group are split.
+Absent members stay with the larger half, which keeps the group's name. A client without a group joins the group with the most
+similar mean change. The defaults of eps_mean and eps_max are those of the authors' code, which uses complete linkage.
+``tasks/mean_norm`` and ``tasks/max_norm`` record both norms, averaged over groups: choose ``eps_mean`` and ``eps_max`` by them.
+``tasks/splits`` counts the splits of a round.
 """
 
 from __future__ import annotations

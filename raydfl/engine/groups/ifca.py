@@ -9,6 +9,9 @@ model averaging. With F_i the loss of client i on its training data, and theta_1
 Differences from the paper: F_i is the sum of the losses of all evaluated models, in evaluation mode. The paper draws each initial
 model at random. Here the first group has the run's initial model, which may come from a file. Further groups add noise of
 ``spread`` standard deviations of each parameter tensor. The method plans a client's task with the group of its last choice.
+
+Received bytes grow with the number of groups. A group without clients in a round keeps its model. ``tasks/moved`` is the fraction
+of the round's clients that changed their group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """K-means groups: the server clusters the directions of the changes of the clients' last layers.
 
 S. Lloyd, Least squares quantization in PCM, IEEE Transactions on Information Theory 28 (2), 1982; k-means++ chooses the first
-centres. With changes of length 1, the squared Euclidean distance is twice the cosine distance of hdbscan.py:
+centres, and the best of ten starts counts. With changes of length 1, the squared Euclidean distance is twice the cosine distance,
+so clients with more steps are not farther away:
 
     ||D_i / ||D_i|| - D_j / ||D_j|| ||^2 = 2 (1 - cos(D_i, D_j))
 

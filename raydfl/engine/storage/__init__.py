@@ -4,6 +4,7 @@ Start with store.py (commits), private.py (private state) and record.py (metrics
 """
 
 from raydfl.engine.storage import record
+from raydfl.engine.storage.component_digest import ComponentDigest, digest_components, digest_values
 from raydfl.engine.storage.folder import (
     check_about,
     check_begun,
@@ -26,6 +27,7 @@ from raydfl.engine.storage.trust import approve_code, code_of, remember_code
 
 __all__ = [
     "Commit",
+    "ComponentDigest",
     "MetricRow",
     "PrivateRef",
     "PrivateStore",
@@ -40,6 +42,8 @@ __all__ = [
     "code_of",
     "decisive_changes",
     "describe_edit",
+    "digest_components",
+    "digest_values",
     "file_name_of",
     "final_commit",
     "final_state",

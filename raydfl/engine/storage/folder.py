@@ -106,6 +106,7 @@ _ALSO_ABOUT = {
     "cpu_fallback": str,
     "nodes": dict,
     "branches": list,
+    "privacy": dict,
     "skipped": list,
     "kernels": dict,
     "resumes": list,

@@ -15,6 +15,7 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, default_cache, write_durably
+from raydfl.core.noise_key import KEY_FILE
 from raydfl.core.remote import RemoteFolder, below, check_uri, is_uri, split_uri
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.storage.store import RunStore
@@ -277,8 +278,8 @@ class RunMirror:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file is a lock or an unfinished file."""
-    return any(part.startswith(".") for part in name.split("/"))
+    """Return whether a file is a lock or an unfinished file, or the secret key of the noise."""
+    return name == KEY_FILE or any(part.startswith(".") for part in name.split("/"))
 
 
 def _parse_round(latest: bytes) -> int:

@@ -40,8 +40,8 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
     except (OSError, ValueError, AttributeError, RecursionError):
         known = None  # another check reports a damaged file
     approved = _read_approved()
-    for reference, place in _find_references(values).items():
-        for path in _find_executed_files(place):
+    for reference, place in find_references(values).items():
+        for path in find_executed_files(place):
             changed = place.endswith(".py") and isinstance(known, Mapping) and code_digest(path) not in known
             if not changed and _make_entry(path) in approved:
                 continue
@@ -61,7 +61,7 @@ def approve_code(values: Any) -> None:
 
     If the list is not writable, nothing is approved and ``--trust`` is needed again.
     """
-    files = [path for place in _find_references(values).values() for path in _find_executed_files(place)]
+    files = [path for place in find_references(values).values() for path in find_executed_files(place)]
     new = sorted({_make_entry(path) for path in files} - _read_approved())
     with contextlib.suppress(OSError, RuntimeError):
         file = _locate_approvals()
@@ -94,9 +94,9 @@ def code_of(values: Any) -> dict[str, str]:
     """Return the user's files of code in a configuration, by digest, as in ``code`` of ``run.json``."""
     files = [
         path
-        for place in _find_references(values).values()
+        for place in find_references(values).values()
         if place.endswith(".py")
-        for path in _find_executed_files(place)
+        for path in find_executed_files(place)
     ]
     return {code_digest(path): str(path) for path in files}
 
@@ -120,7 +120,7 @@ def code_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _find_references(values: Any) -> dict[str, str]:
+def find_references(values: Any) -> dict[str, str]:
     """Find all references to classes in a configuration, ``my_file.py:Class`` or ``my_module:Class``.
 
     Returns:
@@ -141,7 +141,7 @@ def _list_texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def _find_executed_files(place: str) -> list[Path]:
+def find_executed_files(place: str) -> list[Path]:
     """Find the files that Python executes when it loads a file or module. Executes none of them.
 
     A module's parent packages execute first. raydfl's own modules and ``__main__`` are already loaded and are omitted.
@@ -175,19 +175,19 @@ def _add_imports(path: Path) -> list[Path]:
     files = [path]
     for file in files:  # grows during the loop
         try:
-            imported = _parse_imports(file.read_bytes())
+            imported = parse_imports(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         for level, name in imported:
             folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent
             # raydfl is already imported, so a folder of the same name is never loaded.
             if not (name.partition(".")[0] == "raydfl" and folder == path.parent):
-                files += [module for module in _find_module_files(folder, name) if module not in files]
+                files += [module for module in find_module_files(folder, name) if module not in files]
     return [file for file in files if file.is_relative_to(path.parent)]
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_imports(code: bytes) -> tuple[tuple[int, str], ...]:
+def parse_imports(code: bytes) -> tuple[tuple[int, str], ...]:
     """Parse the dotted names of a file's imports, each with its number of leading dots."""
     imports: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(code)):
@@ -199,7 +199,7 @@ def _parse_imports(code: bytes) -> tuple[tuple[int, str], ...]:
     return tuple(imports)
 
 
-def _find_module_files(folder: Path, name: str) -> Iterator[Path]:
+def find_module_files(folder: Path, name: str) -> Iterator[Path]:
     """Find the files below a folder that the import of a dotted name executes."""
     for part in name.split("."):
         yield from (file for file in (folder / f"{part}.py", folder / part / "__init__.py") if file.is_file())

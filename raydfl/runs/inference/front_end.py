@@ -20,6 +20,7 @@ from raydfl.data.features import (
     KaldiFeatures,
     ModelFeatures,
     PretrainedFeatures,
+    SpeechEmbeddingFeatures,
     WaveFeatures,
 )
 from raydfl.data.transforms import RandomCrop
@@ -106,6 +107,8 @@ def _describe_features(settings: WaveFeatures) -> dict[str, Any]:
     if isinstance(settings, PretrainedFeatures):
         encoder = {"folder": settings.folder.name, "content": settings.content(), "after": settings.after}
         return {"encoder": {**encoder, "pooling": settings.pooling}}
+    if isinstance(settings, SpeechEmbeddingFeatures):
+        return {"speech_embedding": settings.describe()}
     return {
         "silence": {"least_samples": settings.least_samples},
         "scale": {"unit_norm": settings.wave == "unit_norm", "least": LEAST_SQUARES},

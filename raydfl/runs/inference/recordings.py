@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raydfl.core.errors import DataError, InputError, RaydflError
+from raydfl.core.isolation import call_isolated
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import Examples, Frames, escape_path, has_decoder, read_audio, read_image, segments
 from raydfl.data.features import (
@@ -219,11 +220,11 @@ class FrontEnd:
         Features are not padded. They are normalised unless normalisation needs the statistics of a group.
         """
         if isinstance(self._settings, ImageFeatures):
-            return self._settings.to_rows(source.values if isinstance(source, Recording) else read_image(str(source)))
+            return self._settings.to_rows(source.values if isinstance(source, Recording) else _read(read_image, source))
         assert self._extractor is not None  # noqa: S101 - see __init__
         if isinstance(source, Recording):
             return self._extractor(source.values, source.rate)
-        return self._extractor(*read_audio(source))
+        return self._extractor(*_read(read_audio, source))
 
     def answer_to(self, samples: np.ndarray, rate: int) -> np.ndarray:
         """Compute the answers for samples, float64 [answers], normalised with the run's statistics.
@@ -307,3 +308,8 @@ def attempt(function: Callable[[Argument], np.ndarray], argument: Argument, file
 def remove_name(error: RaydflError, file: Path) -> str:
     """Return an error's text without the leading name of the file."""
     return str(error).removeprefix(f"{escape_path(file)}: ")
+
+
+def _read(read: Callable[[str], Any], source: Path | str) -> Any:
+    """Read a file in a helper process."""
+    return call_isolated(read, str(source), where=str(source))

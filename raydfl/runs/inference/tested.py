@@ -19,6 +19,7 @@ from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.data import Examples, Population, list_clips
 from raydfl.engine.storage import local_run
+from raydfl.runs.inference.mistakes import predict_tests
 from raydfl.runs.inference.model import RunModel, _Run
 from raydfl.runs.inference.threshold import Threshold
 
@@ -51,6 +52,8 @@ def score_tests(
 ) -> Path:
     """Score the test clips of a run with the clients' and the shared model, and write ``scores.csv``.
 
+    For classes, predict the server's test clips instead, and write ``predictions.csv`` (:mod:`raydfl.runs.inference.mistakes`).
+
     Args:
         run_dir: Run folder.
         model: Name of the model, as in :func:`raydfl.runs.inference.load_model`.
@@ -63,15 +66,17 @@ def score_tests(
 
     Raises:
         RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
-        InputError: The objective has no scores, the run has no test clips, or its data are at sites.
+        InputError: The objective predicts sets of classes, the run has no test clips, or its data are at sites.
         DataError: Recordings or features are missing.
     """
     folder = local_run(run_dir)
     run = _Run(folder, trust, best)
-    if run.method.objective.answers != "score":
-        raise InputError(f"{folder} was trained for an objective without scores. Omit --test.")
     if run.config.data.sites:
         raise InputError(f"the test clips of {folder} are at its sites (data.sites). Score them there.")
+    if run.method.objective.answers == "class":
+        return predict_tests(run, model)
+    if run.method.objective.answers != "score":
+        raise InputError(f"{folder} was trained for sets of classes. Omit --test.")
     clips = list(_score_clips(run, model, threshold))
     if not clips:
         raise InputError(f"{folder} has no test clips. Hold some out with data.split.client_test or data.split.test.")

@@ -41,7 +41,7 @@ def choose_command(run: RunRecord, learnt: bool | None, kinds: Set[str], name: s
     if "below raw features" in kinds and _uses_sgd(run):
         return _rerun(run, folder, "adam", _ADAM)
     if "below raw features" in kinds:
-        return "raydfl methods pretrained" if "few clips" in kinds else _train_longer(run, name, 2)
+        return _use_encoder(run, folder) if "few clips" in kinds else _train_longer(run, name, 2)
     if "worse than pooled" in kinds and run.method == "fedavg":
         return _rerun(run, folder, "fedopt", "method=fedopt")
     if not kinds & {"pooled", "worse than pooled", "local"} and _takes_references(run):
@@ -59,7 +59,16 @@ def _choose_cure(run: RunRecord, kinds: Set[str], folder: str, name: str) -> str
         return _train_longer(run, name, 4)
     if "below raw features" in kinds:  # The data suffice.
         return _rerun(run, folder, "adam", _ADAM) if _uses_sgd(run) else _train_longer(run, name, 4)
-    return _check_data(folder) if "labels" in kinds or "few clips" not in kinds else "raydfl methods pretrained"
+    return _check_data(folder) if "labels" in kinds or "few clips" not in kinds else _use_encoder(run, folder)
+
+
+def _use_encoder(run: RunRecord, folder: str) -> str:
+    """Train a head on the pretrained encoder of speech, if the run trained one network on log-mel. Otherwise explain encoders."""
+    data = get_path(run.config, "data") or {}
+    is_log_mel = get_path(data, "features.kind") in (None, "logmel") and not data.get("transforms")
+    if [*run.architectures] != ["model"] or not is_log_mel or data.get("parts"):
+        return "raydfl methods pretrained"
+    return _rerun(run, folder, "embedding", "data.features={kind: speech_embedding}", "models.model=linear")
 
 
 def _rerun(run: RunRecord, folder: str, suffix: str, *settings: str) -> str:

@@ -15,6 +15,7 @@ from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.groups import show_groups
 from raydfl.runs.report.machines import show_machines, show_top_clips
+from raydfl.runs.report.mistakes import show_mistakes
 from raydfl.runs.report.models import show_models
 from raydfl.runs.report.omissions import show_aggregation, show_incidents, show_skipped
 from raydfl.runs.report.page import Section, format_value, render_page
@@ -50,7 +51,16 @@ _WITH_FIGURES: tuple[Callable[[RunRecord], Section], ...] = (
     *(show_learning, show_results, show_clients, show_groups, show_machines, show_top_clips, show_confusions),
     *(show_aggregation, show_cost),
 )
-_SECTIONS = (show_verdict, *_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
+_SECTIONS = (
+    show_verdict,
+    *_WITH_FIGURES,
+    show_mistakes,
+    show_traffic,
+    show_skipped,
+    show_incidents,
+    show_models,
+    show_settings,
+)
 """Sections of a report, in order."""
 
 
@@ -92,6 +102,8 @@ def list_notes(run: RunRecord) -> list[str]:
         notes.append(f"Stopped in round {run.done} of {run.total}: {run.stopped}.")
     elif run.done < run.total:
         notes.append(f"This run is not finished: {run.done} of {run.total} rounds are done. {resume}")
+    if "privacy/epsilon" in run.facts:
+        notes.append(_format_privacy(run))
     if "phase_stopped" in run.facts:
         notes.append("Phase {2} (in round {0}).".format(*run.facts["phase_stopped"]))
     if "best_round" in run.facts:
@@ -106,6 +118,14 @@ def list_notes(run: RunRecord) -> list[str]:
     problems = find_problems(run)
     notes += [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems]
     return [*notes, *run.missing]
+
+
+def _format_privacy(run: RunRecord) -> str:
+    """Describe the guarantee of a private run, and the metrics that it does not cover."""
+    text = f"Differential privacy: {run.facts['privacy/epsilon'][2]}."
+    if get_path(run.config, "privacy.metrics") == "outside":
+        text += " The metrics of clients are outside this guarantee (privacy.metrics: outside)."
+    return text + " Epsilons of several runs on the same clients add up."
 
 
 def format_cost(run: RunRecord) -> tuple[str, str]:
@@ -153,6 +173,7 @@ def _make_tiles(run: RunRecord) -> list[tuple[str, str]]:
     tiles += [
         ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers per round (mean)"),
         (f"{run.done}{f' of {run.total}' * bool(run.total)}" * bool(run.curves), "rounds"),
+        (f"{run.facts['privacy/epsilon'][1]:.3g}" if "privacy/epsilon" in run.facts else "", "epsilon"),
         (f"{run.facts['best_round'][1]:.0f}" if "best_round" in run.facts else "", "best round"),
         (str(run.about.get("clients", "")), "clients"),
         (sent, "sent in both directions"),

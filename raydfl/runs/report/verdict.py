@@ -312,7 +312,10 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
         counts = data.class_counts()
         present, clips = int(np.count_nonzero(counts)), int(counts.sum())
         if present > 1 and clips < FEW * present:
-            text = f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder."
+            text = (
+                f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder (for "
+                f"speech: data.features='{{kind: speech_embedding}}' models.model=linear)."
+            )
             yield Problem("few clips", qualify(name, ": ", text), worthless=False)
     for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
         if not any(measured == split for measured, _ in run.scores()):

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,6 +133,25 @@ def test_a_node_lost_with_its_disk_changes_no_bits(tiny: Tiny, far: Tiny, nodes:
 
     assert run(config, listen()[0], replace_node).finished
     reference = known(tiny(*SETTINGS, "train.rounds=4", method="fedmlac"))
+    assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "other")))
+
+
+def test_a_node_that_joins_later_gets_a_copy_or_is_not_used(
+    tiny: Tiny, far: Tiny, nodes: Nodes, tmp_path: Path
+) -> None:
+    """The first node sees the run's folder. The next has a full cache, and the last sees nothing."""
+    nodes.add("true")
+    config = far("train.rounds=4", "ray.actors=1", method="ditto")
+
+    def replace_node(report: object) -> None:
+        if getattr(report, "round", 0) == 2:
+            assert not list(RemoteFolder(below(str(config.run.dir), ".data"), "").files())
+            nodes.crash(0)
+            nodes.add("mount -t tmpfs -o size=16k none $0")
+            threading.Timer(30.0, nodes.add).start()
+
+    assert run(config, listen()[0], replace_node).finished
+    reference = known(tiny(*SETTINGS, "train.rounds=4", method="ditto"))
     assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "other")))
 
 

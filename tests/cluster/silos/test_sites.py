@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,21 @@ def test_training_and_evaluation_happen_at_all_sites(silos: Silos) -> None:
         assert {oct(path.stat().st_mode & 0o777) for path in preserved if path.is_dir()} == {"0o700"}
         assert {oct(path.stat().st_mode & 0o777) for path in preserved if path.is_file()} == {"0o600"}
         assert (config.data.sites[site].folder / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_private_state_is_private_with_any_umask(tiny: Silos) -> None:
+    """Runs without sites, too. The umask 0 would give everybody access to new files."""
+    before = os.umask(0)
+    try:
+        config = tiny("run.name=open", "train.cohort=4", method="fedper")
+        runs.run(config)
+    finally:
+        os.umask(before)
+    private = get_folder(config) / "private"
+    files = [path for path in private.rglob("*") if path.is_file()]
+    assert files
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert private.stat().st_mode & 0o777 == 0o700
 
 
 def test_class_sets_are_indexed_alike_and_evaluated_at_their_sites(

@@ -248,7 +248,7 @@ def test_a_parquet_list_matches_a_csv_list(clips: Path) -> None:
 def test_text_outside_utf8_in_a_parquet_list_is_an_error(clips: Path) -> None:
     labels = pa.array([b"dog", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"path": ["clips/a.wav", "clips/b.wav"], "label": labels}), clips / "list.parquet")
-    with pytest.raises(DataError, match=r"list\.parquet cannot be read: .*UTF-?8"):
+    with pytest.raises(DataError, match=r"list\.parquet: cannot be read: .*UTF-?8"):
         Manifest(file=clips / "list.parquet").manifest()
 
 
@@ -389,8 +389,8 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
             {},
             r"1 clips are named more than once, the first 'clips/a\.wav@1-2'",
         ),
-        ("", {}, r"list\.csv cannot be read: Empty CSV file"),
-        ("path,label\nclips/a.wav,x,y,z\n", {}, r"list\.csv cannot be read: CSV parse error"),
+        ("", {}, r"list\.csv: cannot be read: Empty CSV file"),
+        ("path,label\nclips/a.wav,x,y,z\n", {}, r"list\.csv: cannot be read: CSV parse error"),
         (
             "path,label\nq/a.wav,x\nq/b.wav,x\n",
             {},
@@ -422,5 +422,5 @@ def test_missing_and_unreadable_lists_are_rejected(clips: Path) -> None:
         Manifest(file=clips / "none.csv").manifest()
     with pytest.raises(DataError, match=r"list\.xlsx is neither \*\.csv nor \*\.parquet"):
         Manifest(file=write_text(clips / "list.xlsx", "x")).manifest()
-    with pytest.raises(DataError, match=r"list\.parquet cannot be read: "):
+    with pytest.raises(DataError, match=r"list\.parquet: cannot be read: "):
         Manifest(file=write_text(clips / "list.parquet", "path,label\n")).manifest()

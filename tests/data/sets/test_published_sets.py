@@ -425,7 +425,7 @@ def test_small_trees_are_listed_in_their_published_layout(
         ),
         (
             *("urbansound8k", {URBAN_TABLE: str(URBAN[URBAN_TABLE]).replace("1,2,3", "1,2,12")}, {}),
-            r"line 3 of .*UrbanSound8K\.csv has no fold or no class: '12'",
+            r"line 3 of .*UrbanSound8K\.csv: it has no fold or no class: KeyError: '12'",
         ),
         ("mimii", MIMII, {"snr": 3}, r"no folder of .* has clips of 3 dB .*Choose from -6, 0, 6, unknown"),
         (

@@ -9,18 +9,20 @@ Start with spectral.py.
 
 from torch import nn
 
-from raydfl.data.features.front_ends.networks import EncoderTokens, NamedModel
+from raydfl.data.features.front_ends.networks import EncoderTokens, NamedModel, SpeechEmbedding
 from raydfl.data.features.front_ends.spectral import FilterBank, LogMel, Spectral, larger, smaller, take
 from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures
 
 FRONT_ENDS: dict[type, type[nn.Module]] = {
     FeatureSettings: LogMel,
     KaldiFeatures: FilterBank,
     PretrainedFeatures: EncoderTokens,
     ModelFeatures: NamedModel,
+    SpeechEmbeddingFeatures: SpeechEmbedding,
 }
 """The front end of each kind, by the class of its settings."""
 

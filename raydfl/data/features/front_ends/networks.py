@@ -1,4 +1,4 @@
-"""Networks as front ends: a pretrained encoder, and a user's class. Both process a single recording at a time."""
+"""Networks as front ends: pretrained encoders, and a user's class. All process a single recording at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from raydfl.core.pretrained import Encoder, EncoderFrontEnd, pool_tokens
 from raydfl.core.seeds import seed_for
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures, read_folder
+from raydfl.data.features.speech_embedding import (
+    DEVIATION,
+    MEAN,
+    PADDING,
+    SpeechEmbeddingFeatures,
+    cut_windows,
+    find_networks,
+)
 
 
 class EncoderTokens(nn.Module):
@@ -47,6 +55,33 @@ class EncoderTokens(nn.Module):
         if not bool(tokens.isfinite().all()):
             raise DataError(f"outputs of the encoder in {self.settings.folder} are NaN or infinite")
         return tokens
+
+
+class SpeechEmbedding(nn.Module):
+    """Front end for Google's speech embedding, by ONNX Runtime on one thread.
+
+    Raises:
+        ConfigError: The package openwakeword is not installed, or it has other files.
+    """
+
+    def __init__(self, settings: SpeechEmbeddingFeatures) -> None:
+        super().__init__()
+        files = find_networks()
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1  # For equal bits, and one process for each CPU.
+        self.mel, self.network = (
+            onnxruntime.InferenceSession(files[name], options, providers=["CPUExecutionProvider"])
+            for name in ("melspectrogram", "embedding_model")
+        )
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Return the frames of a recording."""
+        wave = np.pad(samples.numpy(), ((0, 0), (PADDING, PADDING))) * np.float32(32_767)  # the scale of 16-bit samples
+        mel = self.mel.run(None, {"input": wave})[0].reshape(-1, 32) / 10 + 2
+        frames = self.network.run(None, {"input_1": cut_windows(mel)})[0].reshape(1, -1, 96)
+        return torch.from_numpy((frames - np.float32(MEAN)) / np.float32(DEVIATION))
 
 
 class NamedModel(nn.Module):

@@ -1,0 +1,67 @@
+"""The command ``raydfl privacy``: the guarantee of a configuration, before any training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from raydfl.cli._arguments import File, Overrides, show_progress
+from raydfl.core.errors import ConfigError
+
+_NOISES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+def privacy_command(file: File, overrides: Overrides = None) -> None:
+    """Print the epsilon of each noise for the run configured in FILE, without training.
+
+    The configuration needs the rule gaussian. The signal-to-noise ratio of a round is the largest possible sum of changes, divided
+    by the norm of the noise. Below 1, the noise is larger than everything that the clients send.
+    """
+    from raydfl.data import build_population  # PyTorch takes seconds
+    from raydfl.engine import Clients, count_parameters, load_config, plan_mechanism
+    from raydfl.rules import Gaussian
+
+    config = load_config(file, overrides or [])
+    rule = config.components.rule
+    if not isinstance(rule, Gaussian):
+        raise ConfigError(
+            f"method.rule: {type(rule).__name__} gives no differential privacy. Set method.rule to "
+            f"{{name: gaussian, clip: ..., noise: ...}}."
+        )
+    if config.data.sites:
+        raise ConfigError(
+            "data.sites: the clients are known only at the sites. Remove it, or start the run to see its epsilon."
+        )
+    with show_progress(quiet=True, as_json=False) as progress:
+        population = build_population(
+            config.data, config.run.seed, progress, attack=config.components.attack, labels_needed=config.labels_needed
+        )
+    clients, rounds = Clients(population, config), config.train.rounds
+    parameters = count_parameters(config, clients)
+    mechanism = plan_mechanism(config, clients.eligible)
+    sampling = "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number"
+    console = Console(highlight=False)
+    console.print(
+        f"{mechanism.clients} clients, {mechanism.cohort} a round {sampling}, {rounds} rounds, {parameters:,} parameters\n"
+        f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
+        markup=False,
+    )
+    table = Table("noise", "epsilon", "signal / noise", "", box=None, pad_edge=False)
+    for noise in sorted({*_NOISES, mechanism.noise}):
+        row = dataclasses.replace(mechanism, noise=noise)
+        mark = "this configuration" if noise == mechanism.noise else ""
+        epsilon, ratio = row.compute_epsilon(rounds), row.compute_ratio(parameters)
+        table.add_row(f"{noise:.4g}", f"{epsilon:.3g}", f"{ratio:.3g}", mark)
+    console.print(table)
+    if mechanism.compute_ratio(parameters) < 1:
+        needed = math.ceil(mechanism.noise * math.sqrt(parameters))
+        console.print(
+            f"warning: this federation is too small. The noise of a round is {1 / mechanism.compute_ratio(parameters):.3g} times "
+            f"as large as the largest possible sum of its clients. They are equal with {needed:,} clients a round, or with fewer "
+            f"parameters.",
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,213 @@
+"""Differential privacy of a run by the rule ``gaussian``: its checks, its accounting and its noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.noise_key import NoiseKey
+from raydfl.core.types import Metrics, State, Update
+from raydfl.engine.accounting import Mechanism, check_library
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.initial_state import make_initial_state
+from raydfl.engine.networks import build_models
+from raydfl.engine.storage.folder import read_about
+from raydfl.engine.telemetry import TIMELINE, RoundReport, RoundRows
+from raydfl.rules import Gaussian
+
+STUDY = "for study: anyone who knows the seed can subtract the noise"
+"""Mark of every epsilon of a run with ``privacy.key: seed``."""
+
+
+def plan_mechanism(config: Config, clients: int) -> Mechanism:
+    """Return the mechanism of a run with the rule ``gaussian``, with its noise calibrated to ``method.rule.epsilon``.
+
+    Args:
+        config: Configuration of the run.
+        clients: Number of eligible clients.
+
+    Raises:
+        ConfigError: The cohort exceeds the clients, no noise reaches the epsilon, or dp-accounting is missing.
+    """
+    check_library()
+    rule, settings = cast(Gaussian, config.components.rule), config.privacy
+    cohort, draw = config.train.cohort_size(clients), config.train.draw
+    delta = float(max(clients, 2) ** -1.1) if settings.delta is None else settings.delta
+    mechanism = Mechanism(clients, cohort, draw, rule.noise or 0.0, delta)
+    return mechanism if rule.epsilon is None else mechanism.calibrate(rule.epsilon, config.train.rounds)
+
+
+def count_parameters(config: Config, clients: Clients) -> int:
+    """Count the elements of the global model, for the noise.
+
+    Args:
+        config: Configuration of the run.
+        clients: Clients of the run.
+
+    Raises:
+        ConfigError: The method has no global model, or the rule does not fit it.
+    """
+    variants = {
+        part: [(specs, build_models(config.components.method, specs, config.run.seed)) for specs in combinations]
+        for part, combinations in clients.variants_of_parts().items()
+    }
+    return sum(
+        tensor.numel() for tensor in make_initial_state(config, clients, variants).tensors[Gaussian.key].values()
+    )
+
+
+def describe_epsilon(mechanism: Mechanism, rounds: int, epsilon: float, secret: bool) -> str:
+    """Describe a guarantee in words: ``epsilon 1.99 (delta 0.0111, by adding or removing one client) after 100 rounds``."""
+    mark = "" if secret else f"; {STUDY}"
+    return (
+        f"epsilon {epsilon:.3g} (delta {mechanism.delta:.3g}, {mechanism.neighbours}) after {rounds} rounds with noise "
+        f"{mechanism.noise:.4g}{mark}"
+    )
+
+
+def describe_run(stored: Mapping[str, Any], rounds: int) -> tuple[float, str]:
+    """Compute the epsilon of a run after a number of rounds, and describe it.
+
+    Args:
+        stored: Group ``privacy`` of the run's ``run.json``.
+        rounds: Completed rounds.
+
+    Raises:
+        RunDirectoryError: The group is damaged.
+    """
+    mechanism = read_mechanism(stored)
+    epsilon = mechanism.compute_epsilon(rounds)
+    return epsilon, describe_epsilon(mechanism, rounds, epsilon, stored.get("key") is not None)
+
+
+def prepare_privacy(config: Config, run_dir: Path, clients: int) -> dict[str, Any]:
+    """Create the key of a new run, and return its mechanism for ``run.json``.
+
+    Args:
+        config: Configuration of the run.
+        run_dir: Folder of the run.
+        clients: Number of eligible clients.
+
+    Raises:
+        ConfigError: The mechanism is impossible, or the first round exceeds ``run.stop.epsilon``.
+        RunDirectoryError: The folder has an unusable key.
+    """
+    mechanism = plan_mechanism(config, clients)
+    limit = None if config.run.stop is None else config.run.stop.epsilon
+    if limit is not None and not mechanism.count_rounds(limit, 1):
+        raise ConfigError(
+            f"run.stop.epsilon: the first round already has epsilon {mechanism.compute_epsilon(1):.3g}, more than {limit:g}. Raise "
+            f"method.rule.noise, or run.stop.epsilon"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    secret = config.privacy.key == "secret"
+    key = NoiseKey.create(run_dir).fingerprint if secret else None
+    return {**dataclasses.asdict(mechanism), "neighbours": mechanism.neighbours, "key": key}
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateRun:
+    """Noise and accounting of a run with the rule ``gaussian``."""
+
+    mechanism: Mechanism
+    key: NoiseKey
+    secret: bool
+    """Whether the key is a secret; False: it comes from the run's seed."""
+    outside: bool
+    """Whether metrics of clients are recorded, outside the guarantee."""
+    limit: int | None
+    """Number of rounds within ``run.stop.epsilon``; ``None``: no limit."""
+
+    @classmethod
+    def open(cls, config: Config, run_dir: Path) -> PrivateRun | None:
+        """Read the mechanism and the key of a run; ``None`` without the rule ``gaussian``.
+
+        Raises:
+            RunDirectoryError: The mechanism or the key is missing, or the key is unusable.
+        """
+        if not isinstance(config.components.rule, Gaussian):
+            return None
+        stored = read_about(run_dir).get("privacy")
+        if stored is None:
+            raise RunDirectoryError(f"{run_dir / 'run.json'} lacks the group privacy. Restore it from a copy")
+        mechanism, settings = read_mechanism(stored), config.privacy
+        secret = settings.key == "secret"
+        key = NoiseKey.read(run_dir, stored["key"]) if secret else NoiseKey.from_seed(config.run.seed)
+        limit = None if config.run.stop is None else config.run.stop.epsilon
+        rounds = None if limit is None else mechanism.count_rounds(limit, config.train.rounds)
+        if rounds == config.train.rounds:
+            rounds = None  # train.rounds ends the training first
+        return cls(mechanism, key, secret, settings.metrics == "outside", rounds)
+
+    def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> tuple[Update, Metrics]:
+        """Add up a round's updates with noise. Further computations with the sum keep the guarantee.
+
+        Args:
+            rule: Aggregation rule of the run.
+            updates: Updates in client order. They can be read once.
+            state: State before the round.
+
+        Returns:
+            The noisy sum, and the rule's metrics if ``privacy.metrics`` records metrics of clients.
+        """
+        normals = functools.partial(self.key.normals, state.round_index, "noise")
+        summed, metrics = rule.sum_privately(
+            updates, state.tensors, self.mechanism.cohort, self.mechanism.noise, normals
+        )
+        return summed, metrics if self.outside else {}
+
+    def describe(self, rounds: int, epsilon: float) -> str:
+        """Describe the guarantee after a number of rounds."""
+        return describe_epsilon(self.mechanism, rounds, epsilon, self.secret)
+
+    def keep_rows(self, rows: RoundRows, report: RoundReport) -> None:
+        """Remove a round's metrics of clients from its rows and its report, unless ``privacy.metrics`` records them."""
+        if not self.outside:
+            report.loss = math.nan
+            rows[:] = [row for row in rows if not row.client and row.split != "train" and row.metric != TIMELINE]
+
+    def generator(self, round_index: int, purpose: str) -> np.random.Generator | None:
+        """Return a generator for secret draws of a round; ``None``: use the run's seed."""
+        return self.key.generator(round_index, purpose) if self.secret else None
+
+    def check_plan(self, planned: int, drawn: int, name: str) -> None:
+        """Reject methods with a sampling of clients of their own, because the accounting would not hold.
+
+        Raises:
+            ConfigError: The numbers differ.
+        """
+        if planned != drawn:
+            raise ConfigError(
+                f"method {name!r} plans {planned} clients where {drawn} are drawn, so the sampling of clients is unknown. Rule "
+                f"gaussian needs a method with the default cohort"
+            )
+
+    def explain_end(self, rounds: int) -> str:
+        """Return the reason of ``run.stop`` to end the training after a number of rounds; empty: it continues."""
+        if self.limit is None or rounds < self.limit:
+            return ""
+        return f"another round would exceed run.stop.epsilon (now {self.mechanism.compute_epsilon(rounds):.3g})"
+
+
+def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
+    """Read the mechanism of a run from the group ``privacy`` of its ``run.json``.
+
+    Raises:
+        RunDirectoryError: A value is missing or of a wrong type.
+    """
+    try:
+        kinds = {field.name: type(stored[field.name]) for field in dataclasses.fields(Mechanism)}
+        if kinds != {"clients": int, "cohort": int, "draw": str, "noise": float, "delta": float}:
+            raise ValueError("a value has a wrong type")
+        return Mechanism(**{name: stored[name] for name in kinds})
+    except (KeyError, ValueError) as error:
+        raise RunDirectoryError(f"run.json: the group privacy is damaged ({error}). Restore it from a copy") from error

@@ -1,0 +1,100 @@
+"""Settings group ``privacy``, and the settings excluded by differential privacy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.settings import Settings
+from raydfl.data import DataSettings
+from raydfl.engine.assembly import Components
+from raydfl.engine.groups import Grouped
+from raydfl.engine.settings import EvaluateSettings, RunSettings
+from raydfl.rules import Gaussian
+from raydfl.training import TrainSettings
+
+
+class PrivacySettings(Settings):
+    """Differential privacy of the released models, with the rule ``gaussian``."""
+
+    delta: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Failure probability of the guarantee. null: the number of eligible clients to the power of -1.1.",
+    )
+    key: Literal["secret", "seed"] = Field(
+        "secret",
+        description="Source of the noise and of the cohorts. secret: the random file private.key in the run's folder. seed: the "
+        "run's seed, only for studies, because the seed reveals the noise.",
+    )
+    metrics: Literal["none", "outside"] = Field(
+        "none",
+        description="Metrics of clients (training loss and more). none: not recorded. outside: recorded, although the guarantee "
+        "does not cover them.",
+    )
+
+
+def check_privacy(
+    settings: PrivacySettings,
+    components: Components,
+    data: DataSettings,
+    train: TrainSettings,
+    evaluate: EvaluateSettings,
+    run: RunSettings,
+) -> None:
+    """Reject settings outside the guarantee of the rule ``gaussian``.
+
+    Raises:
+        ConfigError: A setting is outside the guarantee, or a setting of privacy has no effect. The message names it.
+    """
+    rule, method = components.rule, components.method
+    if not isinstance(rule, Gaussian):
+        limit = "run.stop.epsilon" if run.stop is not None and run.stop.epsilon is not None else ""
+        if where := "privacy" if settings != PrivacySettings() else limit:
+            raise ConfigError(
+                f"{where}: rule {type(rule).__name__} gives no differential privacy. Set method.rule to "
+                f"{{name: gaussian, clip: ..., noise: ...}}, or remove {where}"
+            )
+        return
+    if rule.noise is None and rule.epsilon is None:
+        raise ConfigError(
+            "method.rule: gaussian needs noise or epsilon. Set method.rule.epsilon to calibrate the noise, or "
+            "method.rule.noise (raydfl privacy FILE lists the epsilon of each noise)"
+        )
+    if rule.noise == 0 and run.stop is not None and run.stop.epsilon is not None:
+        raise ConfigError(
+            "run.stop.epsilon: with method.rule.noise=0 epsilon is infinite. Set method.rule.noise above 0"
+        )
+    name = type(method).__name__
+    reason = ""
+    if isinstance(method, Grouped):
+        reason, remedy = "the groups of clients depend on single updates", "Set train.groups to none"
+    elif not method.associative or method.additions or method.changes:
+        reason = f"method {name} uses more of the updates than their sum"
+        remedy = "Choose a method with a server for the sum alone: fedavg, fedprox, fedadam, fedper"
+    elif method.phases:
+        reason, remedy = f"method {name} has several phases", "Choose a method without phases"
+    elif data.parts:
+        reason, remedy = "data.parts has several sets of clients", "Use a single data set"
+    if reason:
+        raise ConfigError(
+            f"method.rule: gaussian has a known sensitivity only for the sum of all clients, but {reason}. {remedy}"
+        )
+    clients = train.clients
+    if clients is not None and (clients.weight is not None or clients.strata is not None):
+        where = "weight" if clients.weight is not None else "strata"
+        raise ConfigError(
+            f"train.clients.{where}: rule gaussian needs clients with equal chances. Remove train.clients.{where}"
+        )
+    if run.reference is not None and (run.reference.pooled or run.reference.local):
+        raise ConfigError(
+            "run.reference: reference runs train on the clients' data without noise. Set run.reference=null"
+        )
+    if evaluate.clients != "none" and settings.metrics == "none":
+        raise ConfigError(
+            f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, outside the guarantee of rule gaussian. "
+            f"Set evaluate.clients=none, or privacy.metrics=outside to record such metrics outside the guarantee"
+        )

@@ -1,0 +1,213 @@
+"""Gaussian mechanism: the sum of the clients' clipped changes plus noise, divided by the expected cohort.
+
+H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, Learning Differentially Private Recurrent Language Models, ICLR 2018, algorithm 1
+with the estimator of fixed denominator:
+
+    w <- w + (sum of delta_k min(1, clip / ||delta_k||) + z) / cohort,      delta_k = w_k - w,      z ~ N(0, (noise clip)^2 I)
+
+The cohort is the expected number of clients, a constant. Leaving out any client moves the sum by at most ``clip``, and replacing
+it by at most ``2 clip``. Dividing by the number of arrived clients would break this bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
+
+import numpy as np
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.errors import ConfigError, RaydflError
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Metrics, Ratio, Tensors, Update
+from raydfl.rules._changes import ServerTensors
+from raydfl.rules._cuts import fill_cuts
+from raydfl.rules._rule import Aggregate
+from raydfl.rules._weights import find_unweighted, flatten_current, scale_weight
+from raydfl.rules.centred_clipping import clip_factors
+from raydfl.rules.uniform_mean import UniformMean
+from raydfl.rules.weighted_mean import WeightedMean
+
+Normals = Callable[[int], np.ndarray]
+"""Function from a size to independent standard normal numbers, float64 [size]."""
+_STRIP = 8192
+"""Elements of a change within the first-level cache as float64."""
+
+
+@dataclass(frozen=True)
+class Gaussian(UniformMean):
+    """Differentially private mean: clipped changes and Gaussian noise, divided by the expected cohort.
+
+    All clients count the same. The change of a client is one vector over all tensors that it sends. Elements of weight 0, and
+    tensors that a client does not send, are unchanged. So are the tensors of a missing client: the sum is divided by the expected
+    cohort in any case. Every tensor of the state's entry ``global`` receives noise, also in a round without clients. The
+    accounting, the key of the noise and the limits of the guarantee are described on the page about differential privacy.
+    """
+
+    relative: ClassVar[bool] = True
+    associative: ClassVar[bool] = False
+
+    key: ClassVar[str] = "global"
+    """The only entry of the server's state that clients may update."""
+
+    clip: Annotated[
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=True,
+            description="Maximum Euclidean norm of a client's change. .inf: no clipping, only without noise.",
+        ),
+    ] = 1.0
+    noise: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="Noise multiplier: standard deviation of the noise in the sum, divided by clip. 0: no noise and no "
+            "guarantee. null: calibrated to epsilon.",
+        ),
+    ] = None
+    epsilon: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Epsilon after train.rounds rounds, to calibrate the noise before the first round. null: noise "
+            "is set.",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_noise(self) -> Gaussian:
+        if self.noise is not None and self.epsilon is not None:
+            raise ValueError(
+                f"noise ({self.noise:g}) and epsilon ({self.epsilon:g}) are both set. Remove one of the two"
+            )
+        if self.clip == np.inf and (self.noise or self.epsilon):
+            raise ValueError("clip is .inf, so no noise can hide a client. Set clip to a number")
+        return self
+
+    def check(self, tensors: Mapping[str, Tensors]) -> None:
+        """Reject states whose tensors cannot bear noise.
+
+        Raises:
+            ConfigError: The state has no entry ``global``, or statistics of batch normalisation.
+        """
+        if self.key not in tensors:
+            raise ConfigError(
+                f"method.rule: gaussian adds noise to the state's entry {self.key!r}, but this method has "
+                f"{', '.join(tensors)}. Choose a method with one global model"
+            )
+        variances = [name for name in tensors[self.key] if name.endswith("running_var")]
+        if variances and self.noise != 0:
+            raise ConfigError(
+                f"method.rule: with noise, the variance {variances[0]!r} of batch normalisation may become negative. Choose a "
+                f"model with group normalisation, or the method fedbn"
+            )
+
+    def sum_privately(
+        self,
+        updates: Iterable[Update],
+        current: Mapping[str, Tensors],
+        cohort: int,
+        noise: float,
+        normals: Normals,
+    ) -> tuple[Update, Metrics]:
+        """Add up the clipped updates of a round, and add the noise.
+
+        Args:
+            updates: Updates with finite tensors, in client order. They can be read once.
+            current: The server's tensors by key.
+            cohort: Expected number of clients.
+            noise: Noise multiplier.
+            normals: Source of the noise.
+
+        Returns:
+            A partial sum over ``cohort`` clients (:attr:`raydfl.Update.senders`), for :meth:`__call__`. Clients that are missing
+            count as clients without a change. Also the metrics ``gaussian/clipped`` (clipped clients) and ``gaussian/norm`` (mean
+            norm of the changes), which are outside the guarantee.
+
+        Raises:
+            RaydflError: An update is for an unexpected key, does not fit the server's tensors, or has an invalid weight.
+        """
+        base = ServerTensors(current)
+        lengths: list[float] = []
+        factors: list[float] = []
+
+        def clip(updates: Iterable[Update]) -> Iterator[Update]:
+            for update in updates:
+                if update.key != self.key:
+                    raise RaydflError(
+                        f"client {update.client_id!r} updates {update.key!r}, but gaussian protects {self.key!r} only."
+                    )
+                whole = fill_cuts(update, current[self.key])
+                lengths.append(_measure_change(whole, base))
+                factors.append(float(clip_factors(np.array(lengths[-1:]), self.clip)[0]))
+                # A factor on the weight is exact, whereas a float32 model with a scaled change would exceed the norm slightly.
+                yield dataclasses.replace(whole, weight=scale_weight(self._effective_weight(whole.weight), factors[-1]))
+
+        layout = Layout.from_tensors(current[self.key])
+        sums = WeightedMean().sum_updates(clip(updates), {self.key: layout})
+        total = _fill_missing(sums, layout, flatten_current(current[self.key], layout), cohort)
+        if noise:
+            total += noise * self.clip * normals(layout.size)
+        metrics: Metrics = {
+            "gaussian/clipped": Ratio(sum(factor < 1 for factor in factors), len(factors)),
+            "gaussian/norm": Ratio(sum(lengths), len(lengths)),
+        }
+        senders = dict.fromkeys(layout.names, cohort)
+        return Update(FlatTensors(layout, total), float(cohort), key=self.key, senders=senders), metrics
+
+    def __call__(
+        self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
+    ) -> Aggregate:
+        """Divide the noisy sum of :meth:`sum_privately` by the cohort.
+
+        Raises:
+            RaydflError: An update is of a single client.
+        """
+        return super().__call__(map(_check_summed, updates), current)
+
+    def _effective_weight(self, weight: Any) -> Any:
+        """Return weights of 0 and 1 in float64. Factors in float32 would exceed the norm slightly."""
+        effective = super()._effective_weight(weight)
+        return effective.double() if isinstance(effective, Tensor) else effective
+
+
+def _measure_change(update: Update, base: ServerTensors) -> float:
+    """Compute the Euclidean norm of an update's change in float64, because the guarantee depends on it."""
+    sent = FlatTensors.from_tensors(update.tensors)
+    server, mask, squares = base.flatten_like(update, sent.layout), find_unweighted(update, sent.layout), 0.0
+    for begin in range(0, sent.layout.size, _STRIP):
+        strip = slice(begin, begin + _STRIP)
+        change = np.subtract(sent.vector[strip], server[strip], dtype=np.float64)
+        if mask is not None:
+            change[mask[strip]] = 0
+        squares += float(np.dot(change, change))
+    return math.sqrt(squares)
+
+
+def _fill_missing(sums: Sequence[Update], layout: Layout, server: np.ndarray, cohort: int) -> np.ndarray:
+    """Add the server's values, for clients without a change, until the weights are the cohort: float64 [layout.size]."""
+    total, missing = np.zeros(layout.size), np.full(layout.size, float(cohort))
+    for summed in sums:
+        sent = cast(FlatTensors, summed.tensors)
+        for name, shape in zip(sent.layout.names, sent.layout.shapes, strict=True):
+            weight = summed.weight[name] if isinstance(summed.weight, Mapping) else summed.weight
+            total[layout.columns(name)] = sent.vector[sent.layout.columns(name)]
+            missing[layout.columns(name)] -= np.broadcast_to(np.asarray(weight), shape).ravel()
+    total += missing * server
+    return total
+
+
+def _check_summed(update: Update) -> Update:
+    """Reject the update of a single client, which has neither been clipped nor received noise.
+
+    Raises:
+        RaydflError: The update is of a single client.
+    """
+    if update.senders is None:
+        raise RaydflError("gaussian adds its noise in a run. Outside of a run, call sum_privately first.")
+    return update

@@ -1,0 +1,135 @@
+"""Predictions of a run's own test clips, and the recordings of the worst mistakes, to listen to in the report.
+
+``predictions.csv`` in the run's folder has a row for each test clip of the server, with the prediction of the shared model. The
+folder ``mistakes`` has the recordings with the most confident wrong predictions. Both need the list of recordings and the feature
+cache, so they are written on request on a machine with the data.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import soundfile
+import torch
+
+from raydfl.core.errors import InputError
+from raydfl.core.files import write_durably
+from raydfl.data import DataSettings, Examples, Population, list_clips
+from raydfl.data.features import WaveFeatures
+from raydfl.runs.inference.model import RunModel, _Run
+
+PREDICTIONS_FILE = "predictions.csv"
+MISTAKES_FOLDER = "mistakes"
+_RECORDINGS = 12
+"""Number of recordings to keep."""
+_SECONDS = 10
+"""Maximum length of a kept recording."""
+_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedClip:
+    """A test clip of the server with its prediction."""
+
+    clip: str
+    """Name in the list of recordings, after the part's name and a colon with ``data.parts``."""
+    group: str
+    """Owner. Empty: unknown."""
+    label: str
+    predicted: str
+    probability: float
+    """Probability of the predicted class."""
+    recording: str = ""
+    """File in the folder ``mistakes``. Empty: not kept."""
+
+
+def predict_tests(run: _Run, model: str | None = None) -> Path:
+    """Predict the server's test clips, and write ``predictions.csv`` and ``mistakes``.
+
+    Args:
+        run: The run.
+        model: Name of the shared model, as in :func:`raydfl.runs.inference.load_model`.
+
+    Returns:
+        Path of ``predictions.csv``.
+
+    Raises:
+        InputError: The server has no test clips, or the model is not shared.
+        DataError: The list of recordings or the features are missing.
+    """
+    population = Population.load(run.run_dir / "population").use(run.config.data)
+    folder = run.run_dir / MISTAKES_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    clips: list[PredictedClip] = []
+    for part, data in run.config.data.each.items():
+        test = population.parts[part].test
+        if len(test):
+            shared = f"{part}:{model or next(iter(type(run.method).models))}" if part else model
+            manifest = list_clips(data, run.config.run.seed)[0]
+            clips += _predict(run.load_shared(shared), test, manifest, data, part, folder)
+    if not clips:
+        raise InputError(f"{run.run_dir} has no test clips at the server. Hold some out with data.split.test.")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(PredictedClip)])
+    writer.writerows(astuple(clip) for clip in clips)
+    path = run.run_dir / PREDICTIONS_FILE
+    write_durably(path, text.getvalue().encode())
+    return path
+
+
+def read_predictions(run_dir: Path) -> list[PredictedClip]:
+    """Read the predictions written by :func:`predict_tests`, or return an empty list."""
+    path = run_dir / PREDICTIONS_FILE
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        names = ("clip", "group", "label", "predicted", "probability", "recording")
+        rows = [[row[name] for name in names] for row in csv.DictReader(file)]
+    return [
+        PredictedClip(clip, group, label, predicted, float(p), file) for clip, group, label, predicted, p, file in rows
+    ]
+
+
+def _predict(
+    model: RunModel, test: Examples, manifest: pa.Table, data: DataSettings, part: str, folder: Path
+) -> Iterator[PredictedClip]:
+    """Yield the clips of a test set, the most confident mistakes first, then the correct predictions."""
+    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
+    numbers, first = np.unique(test.clips, return_index=True)
+    answers = np.stack(
+        [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
+    )
+    predicted, truth = answers.argmax(axis=1), test.labels[first]
+    order = np.lexsort((-answers.max(axis=1), predicted == truth))
+    rows = manifest.take(numbers[order]).to_pylist()
+    wrong = (
+        min(_RECORDINGS, int(np.count_nonzero(predicted != truth))) if isinstance(data.features, WaveFeatures) else 0
+    )
+    sounds = iter(data.source.read_waves(rows[:wrong]))
+    for rank, (place, row) in enumerate(zip(order.tolist(), rows, strict=True)):
+        name = f"{part}:{row['clip']}" if part else row["clip"]
+        sound = next(sounds, None)
+        recording = ""
+        if isinstance(sound, tuple):  # An error if the features are cached without their recordings.
+            recording = f"{part}-{rank:02}.wav" if part else f"{rank:02}.wav"
+            samples, rate = sound
+            folder.mkdir(exist_ok=True)
+            soundfile.write(
+                folder / recording, samples.reshape(len(samples), -1)[: _SECONDS * rate, 0], rate, subtype="PCM_16"
+            )
+        yield PredictedClip(
+            name,
+            row["group"] or "",
+            test.classes[int(truth[place])],
+            test.classes[int(predicted[place])],
+            round(float(answers[place].max()), 4),
+            recording,
+        )

@@ -1,0 +1,96 @@
+"""Accounting. Oracles: calls of dp-accounting by hand, published multipliers, and monotony."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from raydfl.core.errors import ConfigError
+from raydfl.engine.accounting import Mechanism
+
+dp_accounting = pytest.importorskip("dp_accounting")
+
+SETTINGS = [
+    *(
+        (60, 12, draw, noise, rounds)
+        for draw, noise, rounds in itertools.product(("fixed", "poisson"), (1.0, 3.0), (1, 7, 100))
+    ),
+    *((1000, 100, draw, noise, 50) for draw, noise in itertools.product(("fixed", "poisson"), (0.8, 1.5, 5.0))),
+    (10, 10, "fixed", 2.0, 5),
+    (10, 10, "poisson", 2.0, 5),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clients", "cohort", "draw", "noise", "rounds"), SETTINGS)
+def test_epsilon_equals_a_call_of_dp_accounting(
+    clients: int, cohort: int, draw: str, noise: float, rounds: int
+) -> None:
+    from dp_accounting import pld, rdp
+
+    delta = clients**-1.1
+    if draw == "poisson":
+        event = dp_accounting.PoissonSampledDpEvent(cohort / clients, dp_accounting.GaussianDpEvent(noise))
+        accountant = pld.PLDAccountant()
+        tolerance = 1e-7  # the accountant composes with the identity, which truncates once more
+    else:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            clients, cohort, dp_accounting.GaussianDpEvent(noise / 2)
+        )
+        accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+        tolerance = 1e-9
+    accountant.compose(event, rounds)
+    epsilon = Mechanism(clients, cohort, draw, noise, delta).compute_epsilon(rounds)
+    assert epsilon == pytest.approx(accountant.get_epsilon(delta), rel=tolerance, abs=tolerance)
+
+
+def test_there_are_twenty_settings() -> None:
+    assert len(SETTINGS) == 20
+
+
+@pytest.mark.parametrize("draw", ["fixed", pytest.param("poisson", marks=pytest.mark.slow)])
+def test_more_rounds_a_larger_share_or_less_noise_never_lower_epsilon(draw: str) -> None:
+    def compute(cohort: int = 10, noise: float = 1.0, rounds: int = 20) -> float:
+        return Mechanism(100, cohort, draw, noise, 1e-3).compute_epsilon(rounds)
+
+    for series in (
+        [compute(rounds=rounds) for rounds in (1, 2, 10, 50)],
+        [compute(cohort=cohort) for cohort in (5, 10, 20, 80)],
+        [compute(noise=noise) for noise in (4.0, 2.0, 1.0, 0.7)],
+    ):
+        assert sorted(series) == series
+        assert series[0] < series[-1]
+
+
+def test_without_noise_or_rounds() -> None:
+    assert Mechanism(10, 2, "poisson", 0.0, 0.1).compute_epsilon(3) == float("inf")
+    assert Mechanism(10, 2, "poisson", 0.0, 0.1).compute_epsilon(0) == 0
+    assert Mechanism(10, 2, "fixed", 1.0, 0.1).compute_epsilon(0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clients", "cohort", "rounds", "noise"), [(60, 12, 100, 1.01), (2112, 100, 300, 0.76)])
+def test_the_noise_for_epsilon_eight_is_the_published_one(clients: int, cohort: int, rounds: int, noise: float) -> None:
+    found = Mechanism(clients, cohort, "poisson", 0.0, clients**-1.1).calibrate(8.0, rounds)
+    assert found.noise == pytest.approx(noise, abs=0.006)
+    assert 7.97 < found.compute_epsilon(rounds) <= 8
+
+
+@pytest.mark.slow
+def test_calibration_is_tight_and_counts_rounds() -> None:
+    found = Mechanism(50, 10, "fixed", 0.0, 0.01).calibrate(3.0, 20)
+    assert 2.98 < found.compute_epsilon(20) <= 3
+    assert found.count_rounds(3.0, 100) == 20
+    assert found.count_rounds(3.0, 12) == 12
+    assert found.count_rounds(1e-9, 100) == 0
+
+
+def test_an_unreachable_epsilon_names_the_smallest() -> None:
+    with pytest.raises(ConfigError, match=r"no noise up to 1e\+06 gives epsilon 1e-09 .* The smallest epsilon is "):
+        Mechanism(50, 50, "fixed", 0.0, 1e-12).calibrate(1e-9, 10**6)
+
+
+def test_the_signal_to_noise_ratio() -> None:
+    """The largest sum of 12 clients clipped to 1 is 12, the norm of noise 2 in 36 dimensions is 12."""
+    assert Mechanism(60, 12, "fixed", 2.0, 0.01).compute_ratio(36) == 1

@@ -1,0 +1,144 @@
+"""Rule gaussian. Oracles: the bound on the influence of a client, and the uniform mean without clipping and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydfl.core.cuts import Cut
+from raydfl.core.errors import ConfigError, RaydflError
+from raydfl.core.types import Update
+from raydfl.rules import Gaussian, UniformMean, find_rule
+
+SHAPES = {"net/a.weight": (4, 3), "net/a.bias": (4,)}
+
+
+def draw_state(rng: np.random.Generator, scale: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
+    tensors = {
+        name: torch.from_numpy((scale * rng.normal(size=shape)).astype(np.float32)) for name, shape in SHAPES.items()
+    }
+    return {"global": tensors, "moments": {"net/a.bias": torch.ones(4)}}
+
+
+def draw_update(rng: np.random.Generator, server: Any, number: int) -> Update:
+    """Draw an update of random size: whole, cut, masked, or without some tensors."""
+    size, kind = 10 ** rng.uniform(-4, 4), rng.integers(4)
+    tensors = {
+        name: tensor + torch.from_numpy((size * rng.normal(size=tensor.shape)).astype(np.float32))
+        for name, tensor in server["global"].items()
+    }
+    weight: Any = float(rng.integers(1, 100))
+    if kind == 1:
+        del tensors["net/a.bias"]
+    if kind == 2:
+        weight = {name: torch.from_numpy(rng.integers(0, 2, tensor.shape)).float() for name, tensor in tensors.items()}
+    if kind == 3:
+        rows = np.array([0, 2])
+        cuts = {name: Cut([rows] + [None] * (len(shape) - 1)) for name, shape in SHAPES.items()}
+        return Update({n: t[rows].contiguous() for n, t in tensors.items()}, weight, client_id=f"c{number}", cuts=cuts)
+    return Update(tensors, weight, client_id=f"c{number}")
+
+
+def aggregate(rule: Gaussian, updates: Sequence[Update], server: Any, cohort: int) -> np.ndarray:
+    """Return the noisy sum without noise, divided by the cohort: float64 [elements]."""
+    summed, _ = rule.sum_privately(updates, server, cohort, 0.0, np.zeros)
+    return np.concatenate([np.ravel(summed.tensors[name]) for name in SHAPES]) / cohort
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(-3, 3))
+def test_a_client_moves_the_result_by_at_most_the_clipping_norm(seed: int, clients: int, exponent: float) -> None:
+    """Leaving a client out moves the mean by clip / cohort at most, and replacing it by 2 clip / cohort at most."""
+    rng, clip = np.random.default_rng(seed), 10**exponent
+    server, cohort = draw_state(rng, 10 ** rng.uniform(-2, 3)), int(rng.integers(1, 8))
+    updates = [draw_update(rng, server, number) for number in range(clients)]
+    other, place = draw_update(rng, server, clients), int(rng.integers(clients))
+    rule = Gaussian(clip=clip, noise=0.0)
+    all_of_them = aggregate(rule, updates, server, cohort)
+    without = aggregate(rule, updates[:place] + updates[place + 1 :], server, cohort)
+    replaced = aggregate(rule, [*updates[:place], other, *updates[place + 1 :]], server, cohort)
+    # float64 rounds sums of numbers up to 1e3 to about 1e-12
+    assert np.linalg.norm(all_of_them - without) <= clip / cohort * (1 + 1e-9) + 1e-11
+    assert np.linalg.norm(all_of_them - replaced) <= 2 * clip / cohort * (1 + 1e-9) + 1e-11
+
+
+def test_the_bound_is_reached() -> None:
+    server = {"global": {"net/w": torch.zeros(3)}}
+    update = Update({"net/w": torch.tensor([3.0, 0.0, 4.0])}, 7.0, client_id="a")
+    summed, metrics = Gaussian(clip=2.0, noise=0.0).sum_privately([update], server, 4, 0.0, np.zeros)
+    mean = summed.tensors["net/w"].numpy() / 4
+    np.testing.assert_allclose(mean, [0.3, 0, 0.4], rtol=1e-15)
+    assert {name: metric.value for name, metric in metrics.items()} == {"gaussian/clipped": 1.0, "gaussian/norm": 5.0}
+
+
+@pytest.mark.parametrize("clip", [np.inf, 1e6])
+def test_without_clipping_and_noise_it_equals_the_uniform_mean_to_the_bit(clip: float) -> None:
+    rng = np.random.default_rng(1)
+    server = draw_state(rng)
+    updates = [
+        Update(draw_state(rng)["global"], float(rng.integers(1, 9)), client_id=f"c{number}") for number in range(7)
+    ]
+    rule = Gaussian(clip=clip, noise=0.0)
+    summed, _ = rule.sum_privately(iter(updates), server, 7, 0.0, np.zeros)
+    result, expected = rule([summed], server).tensors, UniformMean()(iter(updates), server).tensors
+    for key, tensors in expected.items():
+        assert all(torch.equal(tensor, result[key][name]) for name, tensor in tensors.items())
+
+
+def test_a_missing_client_counts_as_one_without_a_change() -> None:
+    server = {"global": {"net/w": torch.tensor([10.0, 20.0])}}
+    update = Update({"net/w": torch.tensor([11.0, 20.0])}, 1.0, client_id="a")
+    rule = Gaussian(clip=5.0, noise=0.0)
+    for updates, expected in (([], [10.0, 20.0]), ([update], [10.25, 20.0]), ([update] * 8, [12.0, 20.0])):
+        summed, _ = rule.sum_privately(updates, server, 4, 0.0, np.zeros)
+        assert rule([summed], server).tensors["global"]["net/w"].tolist() == expected
+
+
+def test_every_tensor_receives_noise_of_the_stated_deviation() -> None:
+    rng = np.random.default_rng(1)
+    server = {"global": {"net/w": torch.zeros(200_000), "net/b": torch.zeros(100)}}
+    rule, draw = Gaussian(clip=0.5, noise=3.0), lambda size: rng.normal(size=size)
+    summed, _ = rule.sum_privately([], server, 6, 3.0, draw)
+    result = rule([summed], server).tensors["global"]
+    assert result["net/w"].std().item() == pytest.approx(3.0 * 0.5 / 6, rel=0.01)
+    assert result["net/b"].abs().min() > 0
+
+
+def test_single_updates_and_other_keys_are_rejected() -> None:
+    server = {"global": {"net/w": torch.zeros(2)}}
+    with pytest.raises(RaydflError, match="adds its noise in a run"):
+        Gaussian()([Update({"net/w": torch.zeros(2)}, 1.0)], server)
+    with pytest.raises(RaydflError, match="'anna' updates 'local', but gaussian protects 'global' only"):
+        Gaussian().sum_privately([Update({}, 1.0, key="local", client_id="anna")], server, 1, 0.0, np.zeros)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": 0}, "clip.*greater than 0"),
+        ({"noise": -1}, "noise.*greater than or equal to 0"),
+        ({"epsilon": 0}, "epsilon.*greater than 0"),
+        ({"noise": 0, "epsilon": 8}, r"noise \(0\) and epsilon \(8\) are both set"),
+        ({"clip": float("inf"), "noise": 1}, "clip is .inf, so no noise can hide a client"),
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_rule({"name": "gaussian", **options}, UniformMean())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"experts": {}}, "adds noise to the state's entry 'global', but this method has experts"),
+        ({"global": {"net/n.running_var": torch.ones(2)}}, "variance 'net/n.running_var' .* may become negative"),
+    ],
+)
+def test_states_that_cannot_bear_noise_are_rejected(tensors: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Gaussian(noise=1.0).check(tensors)

@@ -1,0 +1,69 @@
+"""Predictions of the test clips and the players in the report. Oracles: the run's accuracy, and the data set's samples."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from commands import Raydfl
+
+from raydfl.engine.config import Config
+from raydfl.runs._run import run
+
+Tiny = Callable[..., Config]
+
+
+def test_the_report_plays_the_worst_mistakes(raydfl: Raydfl, tiny: Tiny) -> None:
+    config = tiny("data.test_takes=5", "train.rounds=2", method="fedavg")
+    result = run(config)
+    assert "<audio" not in (result.run_dir / "report.html").read_text()
+    assert raydfl("predict", result.run_dir, "--test").code == 0
+    with (result.run_dir / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    wrong = [row for row in rows if row["label"] != row["predicted"]]
+    assert len(rows) == 6 * 3 * 5
+    assert (len(rows) - len(wrong)) / len(rows) == result.scores["test model/accuracy"]
+    assert len(wrong) > 12
+    assert rows[: len(wrong)] == wrong, "mistakes come first"
+    probabilities = [float(row["probability"]) for row in wrong]
+    assert probabilities == sorted(probabilities, reverse=True)
+    page = (result.run_dir / "report.html").read_text()
+    sounds = re.findall(r'<audio controls preload="none" src="data:audio/wav;base64,([^"]+)">', page)
+    assert len(sounds) == 12
+    assert f"{len(wrong)} of 90 test clips have a wrong prediction" in page
+    assert "Speakers with the lowest accuracy: " in page
+    dataset = config.data.source.open()
+    clips = {row["clip"]: row for row in dataset.manifest().to_pylist()}
+    for row, sound in zip(wrong, sounds, strict=False):
+        samples, rate = dataset.read(clips[row["clip"]])
+        heard, heard_rate = soundfile.read(io.BytesIO(base64.b64decode(sound)))
+        assert heard_rate == rate
+        np.testing.assert_allclose(heard, samples.reshape(len(samples), -1)[:, 0].clip(-1, 1), atol=1e-4)
+
+
+def test_names_in_the_table_are_escaped_and_large_recordings_are_links(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = run(tiny("train.rounds=1", method="fedavg")).run_dir
+    (folder / "mistakes").mkdir()
+    (folder / "mistakes" / "00.wav").write_bytes(bytes(3 << 20))
+    (folder / "predictions.csv").write_text(
+        "clip,group,label,predicted,probability,recording\n<b>.wav,<i>,yes,no,0.9,00.wav\nb.wav,anna,no,no,0.9,\n"
+    )
+    assert raydfl("report", folder, "--out", tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '<a href="mistakes/00.wav">00.wav</a>' in page
+    assert "&lt;b&gt;.wav" in page
+    assert "Speakers with the lowest accuracy: &lt;i&gt; 0 % of 1, anna 100 % of 1." in page
+    assert "<b>.wav" not in page
+
+
+def test_a_run_without_test_clips_is_reported(raydfl: Raydfl, tiny: Tiny) -> None:
+    folder = run(tiny("train.rounds=1", "data.split.test=null", method="fedavg")).run_dir
+    raydfl("predict", folder, "--test").refuses("has no test clips at the server")
