@@ -1,6 +1,7 @@
 """Server steps of asynchronous training in virtual time (``train.fleet``): the clients of a step, and their stale updates.
 
-J. Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022.
+J. Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022 (FedBuff).
+C. Xie et al., Asynchronous Federated Optimization, OPT 2020 (FedAsync).
 """
 
 from __future__ import annotations
@@ -218,19 +219,20 @@ def _check_starts(starts: Sequence[tuple[int, Task]], free: int, unavailable: Se
 def rebase_updates(
     updates: Iterable[Update],
     staleness: Mapping[str, int],
-    power: float,
+    settings: FleetSettings,
     state: State,
     versions: Mapping[int, Mapping[str, Tensors]],
     changes: tuple[str, ...],
 ) -> Iterator[Update]:
-    """Apply the changes of stale clients to the current state: value <- current + s (value - base), s = (1 + staleness)^-power.
+    """Apply the work of stale clients to the current state: value <- current + s (value - base), s = (1 + staleness)^-power.
 
-    The base is the state that the client received. Updates without staleness pass unchanged.
+    With ``mix: change`` the base is the state that the client received, as in FedBuff. With ``mix: model`` it is the current
+    state, as in FedAsync. Updates without staleness pass unchanged.
 
     Args:
         updates: Updates of a server step.
         staleness: Server steps since the start of each client, by its id.
-        power: ``train.fleet.stale.power``.
+        settings: ``train.fleet``.
         state: Current state of the server.
         versions: Tensors of earlier states by number of completed rounds and key.
         changes: ``Method.changes``. Such tensors have no base and are only scaled.
@@ -240,9 +242,9 @@ def rebase_updates(
         if not stale:
             yield update
             continue
-        factor = (1 + stale) ** -power
+        factor = (1 + stale) ** -settings.stale.power
         current = state.tensors.get(update.key, {})
-        base = versions[state.round_index - stale].get(update.key, current)
+        base = current if settings.mix == "model" else versions[state.round_index - stale].get(update.key, current)
         values = {}
         for name, value in update.tensors.items():
             if name.startswith(changes):

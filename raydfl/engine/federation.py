@@ -230,8 +230,7 @@ class Federation:
         if self.config.train.fleet is not None:
             staleness = {order.task.client_id: order.staleness for order in current.orders}
             versions, changes = self.checkpoint.in_flight.versions, type(self.method).changes
-            power = self.config.train.fleet.stale.power
-            updates = rebase_updates(updates, staleness, power, self.state, versions, changes)
+            updates = rebase_updates(updates, staleness, self.config.train.fleet, self.state, versions, changes)
         return self._attackers.replace_updates(
             updates,
             {order.task.client_id: order.cost for order in current.orders},

@@ -22,7 +22,7 @@ def check_fleet(train: TrainSettings, ray: RaySettings, components: Components) 
     if train.deadline is not None:
         reason = "train.deadline is measured on the clock of this machine. Remove train.deadline"
     elif train.draw == "poisson":
-        reason = "train.draw=poisson changes the size of each cohort. Set train.draw=fixed"
+        reason = "train.clients.draw=poisson changes the size of each cohort. Set train.clients.draw=fixed"
     elif isinstance(components.rule, Gaussian):
         reason = "rule gaussian cannot account for clients that start at any time. Choose another rule"
     elif ray.actors == "per_client":

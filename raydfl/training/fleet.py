@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from raydfl.core.settings import Settings
@@ -64,6 +66,11 @@ class FleetSettings(Settings):
         description="Number of clients that train at the same time, at least buffer. null: buffer, which is synchronous training.",
     )
     stale: StaleSettings = StaleSettings()
+    mix: Literal["change", "model"] = Field(
+        "change",
+        description="Contribution of a stale client. change: the difference between its model and the state at its start "
+        "(FedBuff). model: the difference between its model and the current state (FedAsync).",
+    )
     over: float = Field(
         1.0,
         ge=1,

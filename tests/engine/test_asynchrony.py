@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import final_state, finish_in, known, known_run, stop_after
@@ -18,6 +21,7 @@ from raydfl.runs._replay import replay
 from raydfl.testing import assert_same_bits, start_server
 
 Tiny = Callable[..., Config]
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 ASYNCHRONOUS = (
     "data.speakers=8",
@@ -127,6 +131,73 @@ def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
 
 
+REFERENCE = (
+    "data.speakers=8",
+    "train.rounds=30",
+    "train.fleet.concurrency=6",
+    "train.fleet.seconds.spread=1.5",
+    "train.together=1",
+    "method.rule=uniform_mean",
+    "method.momentum=0",
+)
+
+
+def train_quadratic(
+    config: Config,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[list[tuple[float, int]]]]:
+    """Train the closed form of ``Quadratic``.
+
+    Returns:
+        The initial and the final model in float64, and the target and the staleness of each arrival of each step.
+    """
+    schedule = []
+    with contextlib.closing(start_server(config)) as server:
+        federation = server._federation
+        first = {name: value.double().numpy().copy() for name, value in federation.state.tensors["global"].items()}
+        for _ in range(config.train.rounds):
+            orders = federation.plan()
+            schedule.append([(0.1 * (1 + int(o.task.client_id.lstrip("s"))), o.staleness) for o in orders])
+            federation.round()
+        last = {name: value.double().numpy().copy() for name, value in federation.state.tensors["global"].items()}
+    assert max(staleness for step in schedule for _, staleness in step) > 3
+    return first, last, schedule
+
+
+def descend(start: np.ndarray, target: float) -> np.ndarray:
+    """Return the result of three steps of gradient descent, in float64."""
+    model = start
+    for _ in range(3):
+        model = model - 0.2 * (model - target)
+    return model
+
+
+def test_thirty_steps_equal_fedbuff(tiny: Tiny) -> None:
+    """Algorithm 1 of FedBuff: w <- w + eta / K sum_k s(tau_k) (y_k - w_(t - tau_k))."""
+    config = tiny(*REFERENCE, "train.fleet.buffer=3", "method.server_lr=0.7", method=f"{EXTRA}:Quadratic")
+    first, last, schedule = train_quadratic(config)
+    for name, start in first.items():
+        states = [start]
+        for number, step in enumerate(schedule):
+            total = np.zeros_like(start)
+            for target, staleness in step:
+                base = states[number - staleness]
+                total += (descend(base, target) - base) / math.sqrt(1 + staleness)
+            states.append(states[-1] + 0.7 * total / len(step))
+        np.testing.assert_allclose(last[name], states[-1], rtol=0, atol=1e-6)
+
+
+def test_thirty_steps_equal_fedasync(tiny: Tiny) -> None:
+    """Algorithm 1 of FedAsync with the polynomial staleness function: w <- (1 - a_t) w + a_t y, a_t = a (1 + tau)^-0.7."""
+    settings = ("train.fleet.buffer=1", "train.fleet.mix=model", "train.fleet.stale.power=0.7", "method.server_lr=0.6")
+    first, last, schedule = train_quadratic(tiny(*REFERENCE, *settings, method=f"{EXTRA}:Quadratic"))
+    for name, start in first.items():
+        states = [start]
+        for number, ((target, staleness),) in enumerate(schedule):
+            share = 0.6 * (1 + staleness) ** -0.7
+            states.append((1 - share) * states[-1] + share * descend(states[number - staleness], target))
+        np.testing.assert_allclose(last[name], states[-1], rtol=0, atol=1e-6)
+
+
 def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
     settings = ("train.fleet.lost=0.4", "train.fleet.stale.most=1", "train.fleet.buffer=1", "train.rounds=12")
     run_dir = known_run(tiny(*ASYNCHRONOUS, *settings))
@@ -142,7 +213,7 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.buffer=2", "train.fleet.concurrency=99"], "only 8 can take part"),
         (["train.fleet.buffer=2", "train.fleet.concurrency=4", "train.fleet.over=1.3"], "Remove over"),
         (["train.fleet.buffer=2", "train.deadline=3"], "Remove train.deadline"),
-        (["train.fleet.buffer=2", "train.draw=poisson"], "Set train.draw=fixed"),
+        (["train.fleet.buffer=2", "train.clients.draw=poisson"], "Set train.clients.draw=fixed"),
         (["train.fleet.buffer=2", *PRIVATE], "rule gaussian cannot account"),
         (["train.fleet.buffer=2", "ray.actors=per_client"], "Set ray.actors to a number"),
         (["train.fleet.buffer=2", "train.groups=hdbscan"], "Set train.groups to none"),
