@@ -19,6 +19,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.sequences import OnDemand
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Ratio, State, Task, Tensors, Update
+from raydfl.engine.assembly import format_value
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Capacity, InFlight, Start, Step, advance
@@ -54,6 +55,9 @@ class StepPlanner:
         self._config = config
         self._clients = clients
         self._part_of = part_of
+        self._columns = {
+            setting: _read_costs(setting, column, clients) for setting, column in settings.seconds.columns.items()
+        }
         self._capacities = {
             phase: _make_capacity(settings, cohort, clients.eligible) for phase, cohort in cohorts.items()
         }
@@ -110,16 +114,20 @@ class StepPlanner:
         task: Task,
     ) -> float:
         """Return the virtual duration of a client's work in seconds."""
-        costs, client = self._settings.seconds, self._clients[index]
+        spread, client = self._settings.seconds.spread, self._clients[index]
+        start, example, down, up = (
+            float(self._columns[name][index]) if name in self._columns else getattr(self._settings.seconds, name)
+            for name in ("start", "example", "down", "up")
+        )
         epochs = self._config.train.resolve_phase(state.phase).local_epochs
-        seconds = costs.start + costs.example * client.num_examples * epochs
-        if costs.spread:
+        seconds: float = start + example * client.num_examples * epochs
+        if spread:
             rng = seeds.generator(self._config.run.seed, 0, client.id, "fleet/pace")
-            seconds *= math.exp(costs.spread * float(rng.standard_normal()))
-        if costs.down is not None or costs.up is not None:
+            seconds *= math.exp(spread * float(rng.standard_normal()))
+        if down is not None or up is not None:
             broadcast = {key: flatten(key) for key in task.receive}
             lacks = frozenset(self._config.components.models) - {spec.name for spec in client.models}
-            for rate, sent in ((costs.down, task), (costs.up, dataclasses.replace(task, has=()))):
+            for rate, sent in ((down, task), (up, dataclasses.replace(task, has=()))):
                 order = Order(0, sent, state.round_index, 0.0, part=self._part_of(index))
                 seconds += count_received_bytes(order, broadcast, lacks) / rate if rate is not None else 0.0
         if not 0 < seconds < math.inf:
@@ -158,6 +166,33 @@ class _Available(OnDemand[Client]):
 
 def _flatten(state: State) -> Callable[[str], FlatTensors]:
     return lambda key: FlatTensors.from_tensors(state.tensors[key])
+
+
+def _read_costs(setting: str, column: str, clients: Clients) -> np.ndarray:
+    """Read a column of the profile for ``train.fleet.seconds``, float64 [clients].
+
+    Raises:
+        ConfigError: A client has no finite number, a negative one, or the rate 0. The message names the client.
+    """
+    values, places = clients.read_column(column)
+    rate = setting in {"down", "up"}
+    fits = [
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and 0 <= value < math.inf
+        and not (rate and value == 0)
+        for value in values
+    ]
+    bad = np.flatnonzero(~np.array([*fits, False])[places])
+    if len(bad):
+        client, place = clients[int(bad[0])], int(places[bad[0]])
+        found = f"has {column} = {format_value(values[place])}" if place >= 0 else f"has no {column}"
+        raise ConfigError(
+            f"train.fleet.seconds.{setting}: client {client.id!r} {found}. Give each client a finite number "
+            f"{'above' if rate else 'of at least'} 0 in this column of the profile"
+        )
+    costs: np.ndarray = np.array([float(value) if ok else 0.0 for value, ok in zip(values, fits, strict=True)])[places]
+    return costs
 
 
 def _make_capacity(settings: FleetSettings, cohort: int, eligible: int) -> Capacity:

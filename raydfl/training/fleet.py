@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,21 +23,28 @@ class StaleSettings(Settings):
     )
 
 
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class SecondsSettings(Settings):
     """Virtual duration of a client's work."""
 
-    start: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds before the first example.")
-    example: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="Seconds for a training example in a local epoch."
+    start: Duration | str = Field(
+        0.0, description="Seconds before the first example: a number of at least 0, or a column of the profile."
     )
-    down: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Download rate in bytes per second. null: no download time."
+    example: Duration | str = Field(
+        1.0,
+        description="Seconds for a training example in a local epoch: a number of at least 0, or a column of the profile.",
     )
-    up: float | None = Field(
+    down: Rate | str | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Upload rate in bytes per second, for an update of the size of the received entries. null: no upload time.",
+        description="Download rate in bytes per second: a number above 0, or a column of the profile. null: no download time.",
+    )
+    up: Rate | str | None = Field(
+        None,
+        description="Upload rate in bytes per second, for an update as large as the received tensors: a number above 0, or a "
+        "column of the profile. null: no upload time.",
     )
     spread: float = Field(
         0.0,
@@ -49,9 +56,15 @@ class SecondsSettings(Settings):
 
     @model_validator(mode="after")
     def _check_duration(self) -> SecondsSettings:
-        if self.start + self.example == 0:
+        if self.start == 0 == self.example:
             raise ValueError("start and example are both 0, so work would take no time. Set one of them above 0")
         return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Required columns of the profile by setting."""
+        values = {name: getattr(self, name) for name in ("start", "example", "down", "up")}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 class FleetSettings(Settings):

@@ -32,6 +32,7 @@ ASYNCHRONOUS = (
     "train.fleet.seconds.spread=1.5",
 )
 
+PACES = "data.profile={{pace: {{values: [{}]}}}}"
 PRIVATE = ("method.rule={name: gaussian, clip: 1.0, noise: 1.0}", "evaluate.clients=none")
 
 
@@ -61,6 +62,12 @@ def test_the_virtual_time_of_synchronous_training_is_that_of_the_slowest_clients
     duration = 3 + 0.25 * largest * 2 + size / 1000
     assert read_rows(run_dir, "virtual_seconds") == pytest.approx([duration, 2 * duration], rel=1e-12)
     assert read_rows(run_dir, "staleness") == [0, 0]
+
+
+def test_a_column_of_the_profile_gives_each_client_its_pace(tiny: Tiny) -> None:
+    settings = ("data.speakers=8", PACES.format("1, 10, 100"), "train.fleet.seconds={start: pace, example: 0}")
+    config = tiny(*settings, "train.fleet.buffer=8", "train.rounds=1", "train.cohort=1.0")
+    assert read_rows(known_run(config), "virtual_seconds") == [100]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
@@ -220,6 +227,12 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.buffer=2", "train.block=2"], "train.fleet scales single updates"),
         (["train.fleet.seconds.example=0"], "Set one of them above 0"),
         (["train.fleet.lost=1.0"], "less than 1"),
+        (["train.fleet.seconds.example=pace"], "train.fleet.seconds.example needs"),
+        (["train.fleet.seconds.example=-1"], "greater than or equal to 0"),
+        (["train.fleet.seconds.down=0"], "greater than 0"),
+        (["train.fleet.seconds.down=pace", PACES.format("0, 2")], "'s[0-7]' has pace = 0. Give each client .* above 0"),
+        (["train.fleet.seconds.example=pace", PACES.format("fast")], "'s0' has pace = fast. Give each .* at least 0"),
+        (["train.fleet.seconds.start=pace", PACES.format("-1")], "'s0' has pace = -1"),
     ],
 )
 def test_bad_settings_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:
