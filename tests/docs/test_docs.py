@@ -78,6 +78,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "fedapta.md",
         "fedmlac.md",
         "fedstar.md",
+        "fleet.md",
         "gpu.md",
         "index.md",
         "install.md",
