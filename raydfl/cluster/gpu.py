@@ -249,7 +249,7 @@ def _run_heaviest(run_dir: Path, config: Config, where: str, files: RunFiles | N
         if latest is not None:
             commit = store.load(latest)
             scratch.together, scratch.block = commit.together, commit.block
-            scratch.commit(commit.state, commit.private)
+            scratch.commit(commit.state, commit.private, in_flight=commit.in_flight)
         load = functools.partial(Population.load, run_dir / "population")
         population = load() if files is None else files.load_population(run_dir, config)
         pool = open_serial_pool(run_dir, config, population, Path(name) / "private", where, files)

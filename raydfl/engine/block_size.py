@@ -45,6 +45,8 @@ def _explain_single_updates(train: TrainSettings, components: Components) -> str
         return f"method {type(method).__name__} needs each update"
     if components.attack is not None:
         return "attack changes single updates"
+    if train.fleet is not None:
+        return "train.fleet scales single updates"
     if train.deadline is not None:
         return "train.deadline limits the time of each client"
     return ""

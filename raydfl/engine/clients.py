@@ -106,14 +106,14 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: ``train.clients`` does not fit the clients.
         """
-        return None if self._settings is None else make_draw(self._settings, self._population, self._read_column)
+        return None if self._settings is None else make_draw(self._settings, self._population, self.read_column)
 
     @property
     def eligible(self) -> int:
         """Number of clients that may take part in training."""
         return len(self) if self.draw is None else self.draw.eligible
 
-    def _read_column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
+    def read_column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
         """Return a column of all profiles, including ``data.profile``.
 
         Returns:
@@ -143,7 +143,7 @@ class Clients(OnDemand[Client]):
             ConfigError: A client's value has no architecture.
         """
         position_of = {key: place for place, key in enumerate(keys)}
-        places = _map_values(*self._read_column(column), position_of)
+        places = _map_values(*self.read_column(column), position_of)
         missing = np.flatnonzero(places < 0)
         if len(missing):
             value = self._read_profile(int(missing[0])).get(column)
@@ -204,7 +204,7 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: The method has no network for a client's profile.
         """
-        read = [self._read_column(name)[1] for name in self._read]
+        read = [self.read_column(name)[1] for name in self._read]
         return {
             part: [
                 own

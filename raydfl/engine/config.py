@@ -26,6 +26,7 @@ from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import Components, ModelChoice, assemble, format_value, split_view
 from raydfl.engine.block_size import check_block
 from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
+from raydfl.engine.fleet_support import check_fleet
 from raydfl.engine.named_files import check_encoder, check_same_files, hash_named_files, resolve_paths
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
@@ -98,6 +99,7 @@ class Config(Settings):
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         check_block(self.train, self.components)
         check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
+        check_fleet(self.train, self.ray, self.components)
         self._check_reference()
         return self
 

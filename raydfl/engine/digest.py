@@ -43,6 +43,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "partition", "file"): None,
     ("train", "block"): "auto",
     ("train", "clients"): None,
+    ("train", "fleet"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "phases"): {},

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
 from raydfl.core import seeds
-from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
+from raydfl.engine.asynchrony import rebase_updates
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
 from raydfl.engine.block_size import choose_block
-from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
+from raydfl.engine.fleet import NOBODY
 from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
@@ -43,13 +41,12 @@ from raydfl.engine.orders import (
     Measurement,
     Order,
     Reply,
-    assign_groups,
-    check_take_part,
-    check_tasks,
     keys_of,
+    name_version,
     sort_replies,
 )
 from raydfl.engine.passes import select_updates
+from raydfl.engine.planning import RoundPlanner
 from raydfl.engine.pool import Pool, ask_everywhere
 from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
@@ -89,13 +86,15 @@ class Federation:
         self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
         self._private = PrivateRun.open(config, store.folder if run_dir is None else run_dir)
-        self._cohorts = {
+        cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
         self._attackers = Adversary(
             config.components.attack, type(self.method).changes, population.ids, config.run.seed
         )
-        self._place_of, self._part_of = population.place_of, population.part_of
+        self._planner = RoundPlanner(
+            config, population, self.clients, cohorts, self._private, self._attackers.attacks, store
+        )
         variants = {
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in combinations]
             for part, combinations in self.clients.variants_of_parts().items()
@@ -112,19 +111,20 @@ class Federation:
         )
         networks = [networks for combinations in variants.values() for networks in combinations]
         commit, self.warnings = store.open_latest()
-        largest = max(self._cohorts.values())
+        largest = max(cohorts.values())
         store.block = commit.block if commit else choose_block(config.train, config.components, largest)
         need, large = "", False
         if store.block == 1 or config.ray.actors == "per_client":
-            need, large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
+            need, large = check_rule_memory(self.method, networks, [*cohorts.values()])
         self.warnings += [need] * large
         self.notes = [need] if need and not large and commit is None else []
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
+        in_flight = NOBODY if commit is None else commit.in_flight
         spent = "" if self._private is None else self._private.explain_end(state.round_index)
         phases = config.phases.replace_first(begun)
-        self.checkpoint = Checkpoint(state, private, phases, selection, spent).replace_state(state)
+        self.checkpoint = Checkpoint(state, private, phases, selection, spent, in_flight).replace_state(state)
         if commit is None:
             self._start()
         else:
@@ -200,7 +200,8 @@ class Federation:
     def _begin(self) -> Round:
         """Plan the next round and send its orders."""
         current = Round.from_checkpoint(self.checkpoint)
-        current.orders = self.plan()
+        current.orders, step = self._planner.plan(self.checkpoint)
+        current.use_step(step)
         current.replies = self._send(current.orders)
         current.mark("dispatched")
         return current
@@ -226,6 +227,10 @@ class Federation:
         updates = arrivals.updates(self.state.tensors, self.method.additions, rule)
         if isinstance(rule, TwoPassRule) and current.orders and current.orders[0].block is not None:
             updates = select_updates(rule, updates, arrivals.blocks, self._send)
+        if self.config.train.fleet is not None:
+            staleness = {order.task.client_id: order.staleness for order in current.orders}
+            versions, changes = self.checkpoint.in_flight.versions, type(self.method).changes
+            updates = rebase_updates(updates, staleness, self.config.train.fleet, self.state, versions, changes)
         return self._attackers.replace_updates(
             updates,
             {order.task.client_id: order.cost for order in current.orders},
@@ -249,6 +254,7 @@ class Federation:
             self.checkpoint,
             state=dataclasses.replace(state, round_index=report.round),
             private=self.checkpoint.private.replace(current.get_moves(self.clients.index_of)),
+            in_flight=current.in_flight,
         )
 
     def _evaluate(self, current: Round) -> None:
@@ -277,8 +283,9 @@ class Federation:
         """Compact private state and snapshot the checkpoint for the next commit."""
         report.rows += self._committer.wait()
         self.checkpoint = self._compaction.before_commit(self.checkpoint)
-        state, private, phases = self.checkpoint.state, self.checkpoint.private, self.checkpoint.phases
-        self._committer.prepare(state, private, best, () if phases == self.config.phases else phases.first)
+        checkpoint = self.checkpoint
+        begun = () if checkpoint.phases == self.config.phases else checkpoint.phases.first
+        self._committer.prepare(checkpoint.state, checkpoint.private, best, begun, checkpoint.in_flight)
 
     def _start(self) -> None:
         """Check the evaluation's settings, then commit round 0.
@@ -347,62 +354,20 @@ class Federation:
         Args:
             drawn: With Poisson sampling, draw the number of clients. ``False``: plan their expected number.
         """
-        cohort = self._draw_size() if drawn else self._cohorts[self.state.phase]
-        if not cohort:
-            return []
-        with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
-            tasks = self.method.plan(self.state, self.clients, self._make_generator("plan"), cohort)
-        if self._private is not None:
-            self._private.check_plan(len(tasks), cohort, self.config.method["name"])
-        if self.config.train.clients is not None:
-            check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
-        return self._make_orders(tasks, None)
+        return self._planner.plan(self.checkpoint, drawn)[0]
 
-    def _draw_size(self) -> int:
-        """Draw the number of clients in the next round.
-
-        With Poisson sampling the number is binomial, and all subsets of this size are equally likely.
-        """
-        cohort, clients = self._cohorts[self.state.phase], self.clients.eligible
-        if self.config.train.draw == "fixed":
-            return cohort
-        return int(self._make_generator("draw").binomial(clients, cohort / clients))
-
-    def _make_generator(self, purpose: str) -> np.random.Generator:
-        """Return the generator of a draw in the next round. The cohorts of a private run are secret."""
-        secret = None if self._private is None else self._private.generator(self.state.round_index, purpose)
-        return secret or seeds.generator(self.config.run.seed, self.state.round_index, "", purpose)
-
-    def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
-        """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
-        check_tasks(tasks, self.state.tensors)
-        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=operator.itemgetter(0))
-        clients = [self.clients.item(index) for index, _ in placed]
-        places, private = [self._place_of(client.index) for client in clients], self.checkpoint.private
-        layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
-        blocks = make_blocks(places, self.store.block if measure is None else 1, layouts)
-        records = private.select([client.index for client in clients])
-        orders = [
-            Order(
-                position,
-                task,
-                self.state.round_index,
-                float(clients[position].num_examples),
-                records[position],
-                measure,
-                attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
-                part=self._part_of(index),
-                block=blocks[position],
-                place=places[position],
-                stage=self.state.phase,
-            )
-            for position, (index, task) in enumerate(placed)
-        ]
-        return assign_groups(orders, [client.models for client in clients], self.store.together)
+    def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...]) -> list[Order]:
+        return self._planner.make_orders(self.checkpoint, tasks, measure)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
-        """Return entries of the server's state, with flat tensors, to send to clients."""
-        return {key: FlatTensors.from_tensors(self.state.tensors[key]) for key in sorted(keys)}
+        """Return entries of the server's state and of earlier states, with flat tensors, to send to clients."""
+        tensors = {
+            name_version(key, version): group
+            for version, entries in self.checkpoint.in_flight.versions.items()
+            for key, group in entries.items()
+        }
+        tensors |= self.state.tensors
+        return {key: FlatTensors.from_tensors(tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
         """Return the state that the method aggregates from the clients' updates, or from their noisy sum."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.types import Ratio, State
 from raydfl.core.users_code import naming_failures
+from raydfl.engine.asynchrony import record_step
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.pool import Pool
@@ -122,6 +123,7 @@ class PhaseChange:
         phase, best = checkpoint.state.phase, checkpoint.selection.best
         if phase == done.report.phase:
             return checkpoint
+        checkpoint = dataclasses.replace(checkpoint, in_flight=checkpoint.in_flight.land())
         own = self._config.train.phases.get(phase)
         if own is not None and own.begin == "best" and best is not None and 0 < best.round < done.report.round:
             done.went_back = True
@@ -214,6 +216,9 @@ class Recorder:
         """Add rows for the training, the attackers, the phase, the evaluation and the times of a round."""
         report, rows, arrivals = done.report, RoundRows(done.report.round), done.received
         arrivals.record(rows, self._store.together > 1, self._config.train.deadline is not None)
+        if done.step is not None:
+            staleness = [order.staleness for order in done.orders]
+            record_step(rows, done.step, staleness, lambda index: self._clients[index].id)
         if self._config.components.attack is not None:
             rows.add({"attackers": Ratio(len(done.attackers), 1)})
             for client in done.attackers:

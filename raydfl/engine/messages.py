@@ -38,7 +38,10 @@ def select_received(
         broadcast: Server's tensors by key.
         lacks: Models of the method that the client does not have.
     """
-    entries = {key: _drop_models(_select_part(broadcast[key], order.part), lacks) for key in order.task.receive}
+    entries = {
+        key: _drop_models(_select_part(broadcast[order.find_entry(key)], order.part), lacks)
+        for key in order.task.receive
+    }
     cuts, subject = order.task.cuts, order.subject
     return {key: cut_tensors(tensors, cuts, subject) for key, tensors in entries.items()} if cuts else entries
 
@@ -64,7 +67,7 @@ def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lac
     for key in order.task.receive:
         if key in order.task.has:
             continue
-        layout = _select_part(broadcast[key], order.part).layout
+        layout = _select_part(broadcast[order.find_entry(key)], order.part).layout
         if lacks:
             shapes = zip(layout.names, layout.shapes, strict=True)
             layout = Layout.from_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
@@ -111,10 +114,10 @@ def split_updates(result: Update, who: str, shared: Callable[[str], bool], fixed
     return updates
 
 
-def rename_for_server(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
+def rename_for_server(update: Update, order: Order, broadcast: Mapping[str, FlatTensors]) -> Update:
     """Rename the tensors and weights of an update of a part's client to the server's names."""
-    known = broadcast.get(update.key, ())
-    weight = update.weight
+    known = broadcast.get(order.find_entry(update.key), ())
+    weight, part = update.weight, order.part
     return dataclasses.replace(
         update,
         tensors=part_names.mark_names(update.tensors, part, known),

@@ -58,6 +58,9 @@ def check_needs(
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
         needs |= {f"train.clients.{key}": Needs(columns=(name,)) for key, name in clients.columns.items()}
+    fleet = phases[0].fleet
+    if fleet is not None:
+        needs |= {f"train.fleet.seconds.{key}": Needs(columns=(name,)) for key, name in fleet.seconds.columns.items()}
     for owner, declared in needs.items():
         conflicts = (
             *_find_method_conflicts(declared, method, names),

@@ -29,6 +29,16 @@ SERVER_VALIDATION = "server_validation"
 """The server's validation split, for the choice of a round or a setting."""
 
 
+def name_version(key: str, version: int) -> str:
+    """Return the key, in a broadcast, of an entry of an earlier state.
+
+    Args:
+        key: Key of the server's state.
+        version: Number of completed rounds of the earlier state.
+    """
+    return f"{key} after round {version}"
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Evaluation of models on a data split."""
@@ -87,6 +97,17 @@ class Order(Message):
     """Site of the data; empty: the run's own machines."""
     stage: str = ""
     """Phase of the method, which selects the training settings."""
+    staleness: int = 0
+    """Server steps between the start of the client and this step (``train.fleet``)."""
+
+    @property
+    def version(self) -> int:
+        """Number of completed rounds at the start of the client, which determines its seeds and its tensors."""
+        return self.round_index - self.staleness
+
+    def find_entry(self, key: str) -> str:
+        """Return the key of an entry of the server's state in the broadcast."""
+        return name_version(key, self.version) if self.staleness else key
 
     @property
     def subject(self) -> str:
@@ -271,14 +292,14 @@ def _check_weights_of_parts(weights: object, parts: Collection[str], where: str)
 def keys_of(orders: Sequence[Order]) -> set[str]:
     """Return the keys of the server's state, and of means, in some orders."""
     means = {MEAN + key for order in orders if order.block is not None for key in order.block.means}
-    return means.union(*{order.task.receive for order in orders})
+    return means.union(order.find_entry(key) for order in orders for key in order.task.receive)
 
 
 def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
     """Assign orders to groups for batched training.
 
-    A group has at most ``width`` orders of the same kind, block, part, phase and received keys, of similar cost. The assignment
-    does not depend on the pool, because it affects the last bits of results.
+    A group has at most ``width`` orders of the same kind, block, part, phase, received keys and version, of similar cost. The
+    assignment does not depend on the pool, because it affects the last bits of results.
 
     Args:
         orders: Orders of a round.
@@ -290,7 +311,9 @@ def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int
     alike: dict[Hashable, list[Order]] = {}
     for order, kind in sorted(zip(orders, kinds, strict=True), key=lambda pair: (-pair[0].cost, pair[0].position)):
         block = None if order.block is None else order.block.first
-        alike.setdefault((kind, block, order.place, order.part, order.task.phase, order.task.receive), []).append(order)
+        alike.setdefault(
+            (kind, block, order.place, order.part, order.task.phase, order.task.receive, order.version), []
+        ).append(order)
     group_of: dict[int, int] = {}
     number = 0
     for members in alike.values():

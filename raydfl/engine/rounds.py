@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from raydfl.core.types import Metrics, State
 from raydfl.engine.arrivals import Arrivals
+from raydfl.engine.fleet import NOBODY, InFlight, Step
 from raydfl.engine.orders import Order, Reply
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection
@@ -28,6 +29,8 @@ class Checkpoint:
     selection: Selection
     spent: str = ""
     """Reason of ``run.stop.epsilon`` to end the training; empty: training continues."""
+    in_flight: InFlight = NOBODY
+    """Clients that train asynchronously (``train.fleet``)."""
 
     def replace_state(self, state: State) -> Checkpoint:
         """Return a copy with another state, labelled with the phase of its next round."""
@@ -53,6 +56,10 @@ class Round:
     report: RoundReport
     measured: RoundRows
     """Rows of the evaluation, and of decisions based on it."""
+    step: Step | None = None
+    """Server step of asynchronous training; ``None``: the training is synchronous, without virtual time."""
+    in_flight: InFlight = NOBODY
+    """Clients in flight after the step."""
     read_ahead: bool = False
     """Whether clients may begin the next round before this round is recorded."""
     arrivals: Arrivals | None = None
@@ -68,6 +75,12 @@ class Round:
         number = before.state.round_index + 1
         now = time.perf_counter()
         return cls(before, [], iter(()), {"started": now}, RoundReport(number), RoundRows(number))
+
+    def use_step(self, step: Step | None) -> None:
+        """Set the server step of asynchronous training, if any, and copy the tensors for its clients in flight."""
+        self.step = step
+        if step is not None:
+            self.in_flight = self.before.in_flight.advance(step.fleet, self.before.state)
 
     def mark(self, step: str) -> None:
         """Record the current time as the end of a step."""

@@ -265,7 +265,7 @@ class Worker:
         allow_tf32(training.precision, self.device)
         client, data = self._find_client(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
-        seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
+        seed_torch(seeds.seed_for(self.config.run.seed, order.version, client.id, f"torch/{purpose}"), self.device)
         received = select_received(order, broadcast, self._list_lacking(order))
         private = self.private.read(order.private) if order.private is not None else {}
         built, subject = self.networks.build(client.models, place), f"{order.subject}, round {order.round_number}"
@@ -279,11 +279,11 @@ class Worker:
             data=data,
             state={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_STATE, private).items()},
             moments={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_MOMENTS, private).items()},
-            rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
+            rng=seeds.generator(self.config.run.seed, order.version, client.id, purpose),
             device=self.device,
             training=training,
             phase=task.phase,
-            round_index=order.round_index,
+            round_index=order.version,
             options=task.options,
             cuts=task.cuts,
             shared=self.method.shared,
@@ -321,7 +321,7 @@ class Worker:
             measured = [reduce_scores(check_metrics(update.metrics, order.subject)) for update in updates]
             all_metrics = {name: value for metrics in measured for name, value in metrics.items()}
             check_number(all_metrics, order.subject)
-        updates = [rename_for_server(update, order.part, broadcast) for update in updates]
+        updates = [rename_for_server(update, order, broadcast) for update in updates]
         payloads = [FlatTensors.from_tensors(update.tensors) for update in updates]
         updates = [
             dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)

@@ -14,6 +14,7 @@ from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, UpdateChecker
+from raydfl.engine.orders import keys_of
 from raydfl.engine.storage import RunStore, check_revision, local_run, read_config, round_of
 
 
@@ -83,7 +84,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         scratch = Path(name)
         commit, copy = store.load(before[-1]), RunStore(scratch)
         copy.together, copy.block = commit.together, commit.block
-        copy.commit(commit.state, commit.private, begun=begun)
+        copy.commit(commit.state, commit.private, begun=begun, in_flight=commit.in_flight)
         # The replay measures no scores. The choices of `run.best` and `run.stop` are read from the commits instead.
         run_settings = config.run.model_copy(update={"best": None, "stop": None})
         evaluation = config.evaluate.model_copy(update={"every": 10**9})
@@ -112,11 +113,12 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
                 for member in orders
                 if member is order or (member.group == order.group and order.group >= 0)
             ]
-            received = federation.broadcast({key for member in group for key in member.task.receive})
+            broadcast = federation.broadcast(keys_of(group))
+            received = {key: broadcast[order.find_entry(key)] for key in order.task.receive}
             # Without a deadline and with `on_error: stop`, an exception in the client's code reaches the user.
             strict = open_serial_pool(run_dir, _make_strict(config), population, scratch / "private")
             with contextlib.closing(strict):
-                result = next(reply for reply in strict.run(group, received) if reply.position == order.position)
+                result = next(reply for reply in strict.run(group, broadcast) if reply.position == order.position)
             measured = result.measured.get("train", {})
             layouts = {key: Layout.from_tensors(group) for key, group in federation.state.tensors.items()}
             misfit = UpdateChecker(layouts, federation.method.additions).find_misfit(result)

@@ -9,6 +9,7 @@ Terms: a *flat name* is ``"model/layer.weight"``. A tensor is *shared* (sent to 
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.execution import Execution
+from raydfl.training.fleet import FleetSettings
 from raydfl.training.multiply_adds import TrainingCounter, count_multiply_adds
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
@@ -24,6 +25,7 @@ __all__ = [
     "Clock",
     "DeadlineExceededError",
     "Execution",
+    "FleetSettings",
     "Loss",
     "PhaseSettings",
     "Plan",

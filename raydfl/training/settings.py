@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
+from raydfl.training.fleet import FleetSettings
 
 Precision = Literal["float32", "bfloat16", "float16", "tf32"]
 
@@ -199,6 +200,9 @@ class TrainSettings(Settings):
         None,
         description="Rule that groups clients, each group with its own state of the method: hdbscan, known, ifca, cfl, none, or "
         "{name, options ...}. null: the method's default (fedapta: hdbscan, all else: none).",
+    )
+    fleet: FleetSettings | None = Field(
+        None, description="Asynchronous training in virtual time. null: rounds without virtual time."
     )
     deadline: float | None = Field(
         None,

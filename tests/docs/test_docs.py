@@ -73,6 +73,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
         "data.md",
         "datasets.md",
         "engine.md",
+        "fleet.md",
         "index.md",
         "methods.md",
         "papers.md",

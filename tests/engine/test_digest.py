@@ -59,6 +59,7 @@ CONFIGURATIONS = {
         "train.phases={multimodal: {rounds: 1}}",
     ],
     "sites": ["data.sites={here: {folder: /here}}"],
+    "fleet": ["train.fleet={seconds: {spread: 1}}", "train.deadline=null"],
 }
 
 
@@ -128,7 +129,7 @@ def change_each_field(settings: Settings, at: str = "") -> Iterator[tuple[str, A
 def test_the_digest_covers_exactly_the_settings_that_affect_results(tiny: Tiny) -> None:
     seen = set[str]()
     for case, overrides in CONFIGURATIONS.items():
-        config = tiny(*overrides, "train.deadline=10")
+        config = tiny("train.deadline=10", *overrides)
         before = config.digest()
         for place, copy in change_each_field(config):
             name = re.sub(r"\.(size|a|seen|here|multimodal)\.", ".", place)

@@ -22,6 +22,7 @@ from raydfl.testing import assert_same_bits, read_tensors
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).parent.parent
 SLOW = f"{TESTS}/extra_methods.py:Slow"
+FLEET = ("data.speakers=8", "train.fleet={buffer: 2, concurrency: 6, seconds: {spread: 1.5}}")
 pytestmark = pytest.mark.slow
 
 
@@ -45,11 +46,18 @@ def write_config(config: Config, tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("settings", [(), FLEET])
 @pytest.mark.parametrize(("title", "commit_every"), [("ray::ClientActor", 1), ("ray::ServerActor", 2)])
 def test_a_killed_actor_changes_nothing(
-    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, title: str, commit_every: int
+    tiny: Tiny,
+    command: Callable[..., Marked],
+    tmp_path: Path,
+    title: str,
+    commit_every: int,
+    settings: tuple[str, ...],
 ) -> None:
     common = [
+        *settings,
         "train.rounds=6",
         "ray.actors=2",
         "ray.cpus=0.5",
@@ -76,10 +84,11 @@ def test_a_killed_actor_changes_nothing(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("settings", [(), FLEET])
 def test_a_killed_driver_is_resumed_to_the_same_bits(
-    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path
+    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    common = ["train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
+    common = [*settings, "train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
     config = tiny(*common, "run.name=killed", method=SLOW)
     running = command("run", write_config(config, tmp_path), "--json")
     run_dir = Path(config.run.dir) / "killed"

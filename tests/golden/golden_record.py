@@ -6,6 +6,7 @@ Bits are recorded for each set of kernels; the digests of ownership and of jobs 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -22,9 +23,14 @@ from tiny_federation import tiny_values
 
 from raydfl import Config, load_config, load_study, make_config
 from raydfl.engine import apply_overrides
-from raydfl.testing import describe_kernels, digest, list_ownership, train_federation
+from raydfl.testing import describe_kernels, digest, list_ownership, start_server, train_federation
 
 FILE = TESTS / "golden" / "golden.json"
+FLEET = (
+    "data.speakers=8",
+    "train.rounds=12",
+    "train.fleet={buffer: 2, concurrency: 5, seconds: {spread: 1, down: 1e3}}",
+)
 
 
 def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
@@ -72,6 +78,20 @@ def compute_job_digest(name: str) -> str:
         del os.environ["RAYDFL_DATA"]
 
 
+def list_arrivals() -> list[dict[str, Any]]:
+    """Return the virtual time and the arrivals, with their staleness, of each server step of an asynchronous run."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = configure("fleet", Case(overrides=FLEET), Path(folder), Path(folder, "cache"))
+        with contextlib.closing(start_server(config)) as server:
+            steps = []
+            for _ in range(config.train.rounds):
+                arrivals = {order.task.client_id: order.staleness for order in server._federation.plan()}
+                server.round()
+                # Rounded, because the last bit of an exponential differs between libraries
+                steps.append({"seconds": round(server._federation.checkpoint.in_flight.fleet.seconds, 6), **arrivals})
+    return steps
+
+
 def record() -> None:
     """Write ``golden.json``. Cases with unchanged bits keep the bits recorded with other kernels."""
     recorded, kernels = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}, describe_kernels()
@@ -85,7 +105,8 @@ def record() -> None:
                 earlier = {"bits": {}}
             cases_by_name[name] = {**values, "bits": {**earlier["bits"], kernels: values["bits"]}}
     jobs = {name: compute_job_digest(name) for name in (*RUNS, *SWEEPS)}
-    FILE.write_text(json.dumps({"cases": cases_by_name, "jobs": jobs}, indent=1) + "\n")
+    values = {"cases": cases_by_name, "jobs": jobs, "arrivals": list_arrivals()}
+    FILE.write_text(json.dumps(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from golden_cases import cases
-from golden_record import FILE, RUNS, SWEEPS, compute_job_digest, configure, measure
+from golden_record import FILE, RUNS, SWEEPS, compute_job_digest, configure, list_arrivals, measure
 from helpers import marks_of
 
 from raydfl.testing import describe_kernels
@@ -43,6 +43,10 @@ def test_a_federation_has_the_recorded_bits(name: str, tmp_path: Path, feature_c
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SWEEPS)])
 def test_a_job_keeps_its_digest(name: str) -> None:
     assert compute_job_digest(name) == GOLDEN["jobs"][name]
+
+
+def test_the_arrivals_in_virtual_time_are_those_of_the_record() -> None:
+    assert list_arrivals() == GOLDEN["arrivals"]
 
 
 def test_every_case_is_recorded() -> None:

@@ -43,9 +43,24 @@ PRUNING = (*BLOCKS, "method.vl=0.2", "method.vh=0.2")
 """A client out of six is excluded from each layer on each side."""
 
 
+ASYNCHRONOUS = (
+    "data.speakers=8",
+    "train.rounds=8",
+    "train.fleet={buffer: 2, concurrency: 6, seconds: {spread: 1.5}}",
+)
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [("fedavg", ()), ("fedmlac", ()), ("fedmlac", PRUNING), ("scaffold", ()), ("scaffold", BLOCKS)],
+    [
+        ("fedavg", ()),
+        ("fedmlac", ()),
+        ("fedmlac", PRUNING),
+        ("scaffold", ()),
+        ("scaffold", BLOCKS),
+        ("scaffold", ASYNCHRONOUS),
+        ("fedavg", (*ASYNCHRONOUS, "train.together=4")),
+    ],
 )
 def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(
     tiny: Tiny, method: str, settings: tuple[str, ...]

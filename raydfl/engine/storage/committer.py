@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from raydfl.core.types import State
+from raydfl.engine.fleet import NOBODY, InFlight
 from raydfl.engine.storage import record
 from raydfl.engine.storage.mirror import RunMirror
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef
@@ -87,17 +88,20 @@ class Committer:
         private: PrivateIndex,
         best: bool = False,
         begun: tuple[int, ...] = (),
+        in_flight: InFlight = NOBODY,
     ) -> None:
         """Take a snapshot for the next commit. Call :meth:`wait` for the previous commit first.
 
         Args:
             best: True keeps the commit until another round becomes the best.
             begun: Rounds completed before each phase, if a phase ended early.
+            in_flight: Clients in flight.
         """
         if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
         segments = self._usage.take()
-        self._prepared = functools.partial(self._write, _snapshot(state), private, segments, best, begun, self._pending)
+        args = (_snapshot(state), private, segments, best, begun, in_flight, self._pending)
+        self._prepared = functools.partial(self._write, *args)
         self._pending = []
         self.round_index = state.round_index
 
@@ -113,13 +117,14 @@ class Committer:
         segments: tuple[frozenset[str], frozenset[str]],
         best: bool,
         begun: tuple[int, ...],
+        in_flight: InFlight,
         rows: Sequence[MetricRow],
     ) -> tuple[float, Sequence[MetricRow]]:
         """Write a commit; return its duration in seconds, and its rows."""
         started = time.perf_counter()
         # Rows go first, so that LATEST never points to a commit without its rows.
         record.write_rows(record.rows_path(self._store.folder, state.round_index), rows)
-        self._store.commit(state, private, *segments, best, begun)
+        self._store.commit(state, private, *segments, best, begun, in_flight)
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)

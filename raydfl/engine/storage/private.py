@@ -35,7 +35,7 @@ _LARGEST = 64 << 20
 """Maximum bytes of records in memory before an upload."""
 _COPIED = 1 << 22
 """Largest record, in bytes, to join before writing. Joining is faster than one system call per tensor."""
-_OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
+_OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\d{6,}-[0-9a-f]{8}\.version|\..+\.part")
 """Names of a run's own files in its folder of private state."""
 
 

@@ -5,6 +5,7 @@
     population/             the clips of each client (raydfl.data.population)
     private/*.seg           segments of clients' private state, appended by the processes that train the clients
     private/*.index         index of private state after some round, named after its checksum
+    private/*.version       entries of the server's state after an earlier round, for clients in flight (train.fleet)
     commits/RRRRRR-crc.safetensors   the server's state after round R, the name of an index, and changes since that index
     rows/RRRRRR.parquet     rows of the metrics table up to the commit
     LATEST                  name of the current commit
@@ -38,7 +39,8 @@ from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failure
 from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import has_a_format, to_safetensors
-from raydfl.core.types import State
+from raydfl.core.types import State, Tensors
+from raydfl.engine.fleet import NOBODY, InFlight
 from raydfl.engine.storage.private import PrivateIndex, PrivateStore, UploadedPrivateStore
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
@@ -62,6 +64,9 @@ class Commit:
     name: str
     begun: tuple[int, ...] = ()
     """Rounds completed before each phase, if a phase ended early; empty: as configured."""
+    in_flight: InFlight = NOBODY
+    version_files: tuple[str, ...] = ()
+    """Files in private/ with the tensors of ``in_flight``."""
 
 
 class RunStore:
@@ -91,6 +96,8 @@ class RunStore:
         self._forgotten: list[str] = []
         self.files: dict[str, frozenset[str]] = {}
         """Files in private/ that each kept commit refers to, by the commit's name, oldest first."""
+        self._version_files: dict[int, str] = {}
+        """Written files of earlier states, by round."""
         self._best = ""
         """Name of the best round's commit, which is kept in addition to the newest commits."""
 
@@ -125,6 +132,7 @@ class RunStore:
         written: frozenset[str] = frozenset(),
         best: bool = False,
         begun: tuple[int, ...] = (),
+        in_flight: InFlight = NOBODY,
     ) -> str:
         """Commit a state; return the commit's name.
 
@@ -135,6 +143,7 @@ class RunStore:
             written: Segments written since the last commit, which must become durable first.
             best: Whether to keep the commit until another commit becomes the best.
             begun: Rounds completed before each phase, if a phase ended early.
+            in_flight: Clients in flight.
 
         Raises:
             ResourcesError: The disk is full. The previous commit stays valid.
@@ -143,16 +152,40 @@ class RunStore:
             self._private.sync(written & segments)
         if private.base is not None and not (path := self.private_folder / private.base_name).exists():
             write_durably(path, private.base.encode())
-        data = _encode(state, private, self.together, self.block, begun)
+        versions = {version: self._write_version(version, entries) for version, entries in in_flight.versions.items()}
+        flights = {**in_flight.dump(), "versions": versions} if in_flight != NOBODY else {}
+        data = _encode(state, private, self.together, self.block, begun, flights)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
         write_durably(self.folder / "LATEST", name.encode())
-        self.files[name] = segments | ({private.base_name} - {""})
+        self.files[name] = segments | ({private.base_name} - {""}) | {*versions.values()}
         if best:
             self._best = name
         self._forget(name, written - segments)
         return name
+
+    def _write_version(self, version: int, entries: Mapping[str, Tensors]) -> str:
+        """Write entries of an earlier state once, and return the name of the file."""
+        name = self._version_files.get(version)
+        if name is None or not (self.private_folder / name).exists():
+            data = to_safetensors(*_name_tensors(entries))
+            name = self._version_files[version] = f"{version:06d}-{zlib.crc32(data):08x}.version"
+            write_durably(self.private_folder / name, data)
+        return name
+
+    def _read_version(self, name: str) -> dict[str, Tensors]:
+        """Read entries of an earlier state.
+
+        Raises:
+            RunDirectoryError: The file is missing or damaged.
+        """
+        path = self.private_folder / plain_name(name)
+        with translate_failures(lambda reason: RunDirectoryError(f"{path} cannot be read: {reason}")):
+            data = path.read_bytes()
+        if not name.endswith(f"-{zlib.crc32(data):08x}.version"):
+            raise RunDirectoryError(f"{path} is damaged: its checksum does not match its content")
+        return _group_tensors(_read_about(data)["keys"], safetensors.torch.load(data))
 
     def keep_best(self, round_index: int) -> None:
         """Keep the commit of a round, if it exists, until another commit becomes the best.
@@ -238,14 +271,19 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not match its content")
         with translate_failures(lambda reason: RunDirectoryError(f"commit {path} cannot be decoded: {reason}")):
-            state, private, base, together, block, begun = _decode(data)
+            state, private, base, together, block, begun, flights = _decode(data)
             for file in (*private.segments, *([base] if base else [])):
                 plain_name(file)
+            files = {int(version): file for version, file in flights.get("versions", {}).items()}
         try:
             older = PrivateIndex.read(self.private_folder / base) if base else None
+            versions = {version: self._read_version(file) for version, file in files.items()}
         except RunDirectoryError as error:
             raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
-        return Commit(state, PrivateIndex(private.segments, private.table, older), together, block, name, begun)
+        with translate_failures(lambda reason: RunDirectoryError(f"commit {path} cannot be decoded: {reason}")):
+            in_flight = InFlight.load(flights, versions) if flights else NOBODY
+        index = PrivateIndex(private.segments, private.table, older)
+        return Commit(state, index, together, block, name, begun, in_flight, tuple(files.values()))
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """Load the newest intact commit; also return warnings about newer, damaged commits.
@@ -290,10 +328,12 @@ class RunStore:
         for name in self.commits():
             if round_of(name) >= commit.state.round_index and name != commit.name:
                 (self.folder / "commits" / name).unlink(missing_ok=True)
-            elif commit.private:  # an index only grows, so earlier commits of an empty one have no files
+            elif (
+                commit.private or commit.in_flight != NOBODY
+            ):  # an index only grows, so earlier commits of an empty one have no files
                 with contextlib.suppress(RunDirectoryError):  # the files of a damaged commit are of no use
-                    private = (commit if name == commit.name else self.load(name)).private
-                    self.files[name] = frozenset(private.files())
+                    kept = commit if name == commit.name else self.load(name)
+                    self.files[name] = frozenset({*kept.private.files(), *kept.version_files})
         PrivateStore(self.private_folder).retain(set().union(*self.files.values()))
 
     def sizes_of_segments(self) -> dict[str, int]:
@@ -386,11 +426,34 @@ def _find_unstorable(value: Any, place: str) -> tuple[str, str] | None:
     return next(filter(None, culprits), None)
 
 
-def _encode(state: State, private: PrivateIndex, together: int, block: int, begun: tuple[int, ...]) -> bytes:
-    tensors = {"private": torch.from_numpy(private.table)}
-    for place, group in enumerate(state.tensors.values()):
-        for name, value in group.items():
-            tensors[f"{place}{_SEPARATOR}{name}"] = value
+def _name_tensors(entries: Mapping[str, Tensors]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of entries by unique name, and metadata with the entries' keys and names."""
+    keys = {key: list(group) for key, group in entries.items()}
+    named = {
+        f"{place}{_SEPARATOR}{name}": value
+        for place, group in enumerate(entries.values())
+        for name, value in group.items()
+    }
+    return named, {"raydfl": json.dumps({"keys": keys})}
+
+
+def _group_tensors(keys: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
+    """Return named tensors by key and name, the inverse of :func:`_name_tensors`."""
+    return {
+        key: {name: tensors[f"{place}{_SEPARATOR}{name}"] for name in names}
+        for place, (key, names) in enumerate(keys.items())
+    }
+
+
+def _encode(
+    state: State,
+    private: PrivateIndex,
+    together: int,
+    block: int,
+    begun: tuple[int, ...],
+    flights: Mapping[str, Any],
+) -> bytes:
+    tensors = {"private": torch.from_numpy(private.table), **_name_tensors(state.tensors)[0]}
     about = {
         "format": _FORMAT,
         "round_index": state.round_index,
@@ -404,6 +467,8 @@ def _encode(state: State, private: PrivateIndex, together: int, block: int, begu
         about["begun"] = begun
     if block > 1:  # commits without blocks keep the form of earlier versions
         about["block"] = block
+    if flights:
+        about["flights"] = flights
     return to_safetensors(tensors, {"raydfl": json.dumps(about)})
 
 
@@ -414,8 +479,8 @@ def _read_about(data: bytes) -> dict[str, Any]:
     return about
 
 
-def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, int, tuple[int, ...]]:
-    """Return the state, the private index without its base, the base's file, batch width and block of clients, and begun phases."""
+def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, int, tuple[int, ...], dict[str, Any]]:
+    """Return the state, the private index without its base, the base's file, batch width, block, begun phases and flights."""
     about = _read_about(data)
     tensors = safetensors.torch.load(data)
     private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
@@ -432,4 +497,5 @@ def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, int, tuple[int,
         int(about["together"]),
         int(about.get("block", 1)),
         begun,
+        about.get("flights", {}),
     )

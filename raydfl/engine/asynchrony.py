@@ -1,0 +1,311 @@
+"""Server steps of asynchronous training in virtual time (``train.fleet``): the clients of a step, and their stale updates.
+
+J. Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022 (FedBuff).
+C. Xie et al., Asynchronous Federated Optimization, OPT 2020 (FedAsync).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+
+import numpy as np
+
+from raydfl.core import seeds
+from raydfl.core.errors import ConfigError
+from raydfl.core.sequences import OnDemand
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import Client, Ratio, State, Task, Tensors, Update
+from raydfl.engine.assembly import format_value
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.fleet import Capacity, InFlight, Start, Step, advance
+from raydfl.engine.messages import count_received_bytes
+from raydfl.engine.orders import Order, check_tasks
+from raydfl.engine.telemetry import RoundRows
+from raydfl.training import FleetSettings
+
+
+class StepPlanner:
+    """Planner of the server steps of asynchronous training.
+
+    Args:
+        settings: ``train.fleet``.
+        config: Configuration of the run.
+        clients: Clients of the run.
+        cohorts: Size of the cohort by phase.
+        part_of: Returns the part of a client by its index.
+
+    Raises:
+        ConfigError: The settings do not fit each other or the number of clients.
+    """
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        config: Config,
+        clients: Clients,
+        cohorts: Mapping[str, int],
+        part_of: Callable[[int], str],
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._clients = clients
+        self._part_of = part_of
+        self._columns = {
+            setting: _read_costs(setting, column, clients) for setting, column in settings.seconds.columns.items()
+        }
+        self._capacities = {
+            phase: _make_capacity(settings, cohort, clients.eligible) for phase, cohort in cohorts.items()
+        }
+
+    def plan(
+        self,
+        state: State,
+        before: InFlight,
+        draw: Callable[[State, Sequence[Client], np.random.Generator, int], list[Task]],
+    ) -> Step:
+        """Compute the arrivals of the next server step, without training. Repeated calls return equal steps.
+
+        Args:
+            state: State of the server before the step.
+            before: Clients in flight before the step.
+            draw: Draws the tasks of some clients, given the state, the available clients, a generator and a number of clients.
+
+        Raises:
+            ConfigError: The method plans a client twice, too many clients, or tasks that cannot wait.
+        """
+        seed, version = self._config.run.seed, state.round_index
+        rng = seeds.generator(seed, version, "", "plan")
+        measure = functools.partial(self._measure_seconds, state, functools.cache(_flatten(state)))
+
+        def start(free: int, unavailable: Set[int]) -> list[Start]:
+            free = min(free, self._clients.eligible - len(unavailable))
+            if free <= 0:
+                return []
+            available = _Available(self._clients, unavailable) if unavailable else self._clients
+            tasks = draw(state, available, rng, free)
+            check_tasks(tasks, state.tensors)
+            starts = sorted(
+                ((self._clients.index_of(task.client_id), task) for task in tasks), key=lambda pair: pair[0]
+            )
+            _check_starts(starts, free, unavailable)
+            return [Start(index, task, measure(index, task), self._is_lost(version, task)) for index, task in starts]
+
+        step = advance(before.fleet, version, self._capacities[state.phase], start)
+        if not step.arrivals:
+            raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
+        return step
+
+    def _is_lost(self, version: int, task: Task) -> bool:
+        if not self._settings.lost:
+            return False
+        rng = seeds.generator(self._config.run.seed, version, task.client_id, "fleet/lost")
+        return bool(rng.random() < self._settings.lost)
+
+    def _measure_seconds(
+        self,
+        state: State,
+        flatten: Callable[[str], FlatTensors],
+        index: int,
+        task: Task,
+    ) -> float:
+        """Return the virtual duration of a client's work in seconds."""
+        spread, client = self._settings.seconds.spread, self._clients[index]
+        start, example, down, up = (
+            float(self._columns[name][index]) if name in self._columns else getattr(self._settings.seconds, name)
+            for name in ("start", "example", "down", "up")
+        )
+        epochs = self._config.train.resolve_phase(state.phase).local_epochs
+        seconds: float = start + example * client.num_examples * epochs
+        if spread:
+            rng = seeds.generator(self._config.run.seed, 0, client.id, "fleet/pace")
+            seconds *= math.exp(spread * float(rng.standard_normal()))
+        if down is not None or up is not None:
+            broadcast = {key: flatten(key) for key in task.receive}
+            lacks = frozenset(self._config.components.models) - {spec.name for spec in client.models}
+            for rate, sent in ((down, task), (up, dataclasses.replace(task, has=()))):
+                order = Order(0, sent, state.round_index, 0.0, part=self._part_of(index))
+                seconds += count_received_bytes(order, broadcast, lacks) / rate if rate is not None else 0.0
+        if not 0 < seconds < math.inf:
+            raise ConfigError(
+                f"train.fleet.seconds: the work of client {client.id!r} takes {seconds} s. Change start, example or spread so that "
+                f"its duration is positive and finite"
+            )
+        return seconds
+
+
+class _Available(OnDemand[Client]):
+    """The clients that are not in flight, created on demand."""
+
+    def __init__(self, clients: Clients, unavailable: Set[int]) -> None:
+        self._clients = clients
+        self._unavailable = np.array(sorted(unavailable))
+        # Number of available clients before each unavailable one
+        self._before = self._unavailable - np.arange(len(unavailable))
+
+    def __len__(self) -> int:
+        return len(self._clients) - len(self._unavailable)
+
+    def item(self, position: int) -> Client:
+        """Return the client at a position among the available ones."""
+        return self._clients[position + int(np.searchsorted(self._before, position, side="right"))]
+
+    @property
+    def draw(self) -> object:
+        """Weights and strata of the available clients; ``None``: uniform sampling."""
+        whole = self._clients.draw
+        if whole is None:
+            return None
+        kept = {name: np.delete(getattr(whole, name), self._unavailable) for name in ("chances", "strata")}
+        return dataclasses.replace(whole, **kept)
+
+
+def _flatten(state: State) -> Callable[[str], FlatTensors]:
+    return lambda key: FlatTensors.from_tensors(state.tensors[key])
+
+
+def _read_costs(setting: str, column: str, clients: Clients) -> np.ndarray:
+    """Read a column of the profile for ``train.fleet.seconds``, float64 [clients].
+
+    Raises:
+        ConfigError: A client has no finite number, a negative one, or the rate 0. The message names the client.
+    """
+    values, places = clients.read_column(column)
+    rate = setting in {"down", "up"}
+    fits = [
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and 0 <= value < math.inf
+        and not (rate and value == 0)
+        for value in values
+    ]
+    bad = np.flatnonzero(~np.array([*fits, False])[places])
+    if len(bad):
+        client, place = clients[int(bad[0])], int(places[bad[0]])
+        found = f"has {column} = {format_value(values[place])}" if place >= 0 else f"has no {column}"
+        raise ConfigError(
+            f"train.fleet.seconds.{setting}: client {client.id!r} {found}. Give each client a finite number "
+            f"{'above' if rate else 'of at least'} 0 in this column of the profile"
+        )
+    costs: np.ndarray = np.array([float(value) if ok else 0.0 for value, ok in zip(values, fits, strict=True)])[places]
+    return costs
+
+
+def _make_capacity(settings: FleetSettings, cohort: int, eligible: int) -> Capacity:
+    buffer = settings.buffer or cohort
+    concurrency = settings.concurrency or buffer
+    if concurrency < buffer:
+        raise ConfigError(
+            f"train.fleet.concurrency: {concurrency} clients train at the same time, but a server step needs {buffer} updates. "
+            f"Raise concurrency, or lower train.fleet.buffer"
+        )
+    most = math.inf if settings.stale.most is None else settings.stale.most
+    capacity = Capacity(buffer, concurrency, most, settings.over)
+    if settings.over > 1 and not capacity.synchronous:
+        raise ConfigError(
+            f"train.fleet.over: {settings.over:g} has an effect only if concurrency ({concurrency}) equals buffer ({buffer}). "
+            f"Remove over, or remove concurrency"
+        )
+    if capacity.places > eligible:
+        raise ConfigError(
+            f"train.fleet: {capacity.places} clients train at the same time, but only {eligible} can take part. Lower "
+            f"train.fleet.{'over' if concurrency <= eligible else 'concurrency'}, or relax train.clients"
+        )
+    return capacity
+
+
+def _check_starts(starts: Sequence[tuple[int, Task]], free: int, unavailable: Set[int]) -> None:
+    """Reject tasks that the queue cannot hold.
+
+    Raises:
+        ConfigError: There are too many tasks, a client is not available, or a task cannot be stored in a commit.
+    """
+    if len(starts) > free:
+        raise ConfigError(
+            f"train.fleet: the method planned {len(starts)} clients for {free} free places. Its plan() must observe `cohort`, or "
+            f"remove train.fleet"
+        )
+    for index, task in starts:
+        if index in unavailable:
+            raise ConfigError(
+                f"train.fleet: the method planned client {task.client_id!r} again, before its earlier work ended or in the step of "
+                f"its arrival. Its plan() must draw from `clients`, or remove train.fleet"
+            )
+        if task.cuts:
+            raise ConfigError(
+                f"train.fleet: the method sends a part of each tensor to client {task.client_id!r} (Task.cuts), which asynchronous "
+                f"training does not support. Choose another method, or remove train.fleet"
+            )
+        try:
+            storable = json.loads(json.dumps(dict(task.options))) == dict(task.options)
+        except (TypeError, ValueError, RecursionError):
+            storable = False
+        if not storable:
+            raise ConfigError(
+                f"train.fleet: the options of the task of client {task.client_id!r} are not JSON values, so a commit cannot store "
+                f"them. Use strings, numbers, lists and dicts with string keys"
+            )
+
+
+def rebase_updates(
+    updates: Iterable[Update],
+    staleness: Mapping[str, int],
+    settings: FleetSettings,
+    state: State,
+    versions: Mapping[int, Mapping[str, Tensors]],
+    changes: tuple[str, ...],
+) -> Iterator[Update]:
+    """Apply the work of stale clients to the current state: value <- current + s (value - base), s = (1 + staleness)^-power.
+
+    With ``mix: change`` the base is the state that the client received, as in FedBuff. With ``mix: model`` it is the current
+    state, as in FedAsync. Updates without staleness pass unchanged.
+
+    Args:
+        updates: Updates of a server step.
+        staleness: Server steps since the start of each client, by its id.
+        settings: ``train.fleet``.
+        state: Current state of the server.
+        versions: Tensors of earlier states by number of completed rounds and key.
+        changes: ``Method.changes``. Such tensors have no base and are only scaled.
+    """
+    for update in updates:
+        stale = staleness[update.client_id]
+        if not stale:
+            yield update
+            continue
+        factor = (1 + stale) ** -settings.stale.power
+        current = state.tensors.get(update.key, {})
+        base = current if settings.mix == "model" else versions[state.round_index - stale].get(update.key, current)
+        values = {}
+        for name, value in update.tensors.items():
+            if name.startswith(changes):
+                values[name] = factor * value
+            else:
+                now = current[name]
+                values[name] = now + factor * (value - base.get(name, now))
+        yield dataclasses.replace(update, tensors=FlatTensors.from_tensors(values))
+
+
+def record_step(rows: RoundRows, step: Step, staleness: Iterable[int], client_of: Callable[[int], str]) -> None:
+    """Record the virtual time of a server step, the staleness of its updates, and its dropped clients.
+
+    Args:
+        rows: Rows of the round, extended in place.
+        step: The server step.
+        staleness: Staleness of each arrival in server steps.
+        client_of: Returns the id of a client by its index.
+    """
+    ages = list(staleness)
+    rows.add(
+        {
+            "virtual_seconds": Ratio(step.fleet.seconds, 1),
+            "staleness": Ratio(sum(ages), len(ages)),
+            "in_flight": Ratio(len(step.fleet.flights), 1),
+            "dropped": Ratio(len(step.dropped), 1),
+        }
+    )
+    rows.add_notes("train", "dropped", {client_of(flight.start.client): reason for flight, reason in step.dropped})

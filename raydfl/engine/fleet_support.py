@@ -1,0 +1,36 @@
+"""Settings that ``train.fleet`` does not support."""
+
+from __future__ import annotations
+
+from raydfl.core.errors import ConfigError
+from raydfl.engine.assembly import Components
+from raydfl.engine.groups import Grouped
+from raydfl.engine.settings import RaySettings
+from raydfl.rules import Gaussian
+from raydfl.training import TrainSettings
+
+
+def check_fleet(train: TrainSettings, ray: RaySettings, components: Components) -> None:
+    """Reject settings that asynchronous training in virtual time does not support.
+
+    Raises:
+        ConfigError: ``train.fleet`` is set, and another setting excludes it. The message names that setting.
+    """
+    if train.fleet is None:
+        return
+    method = components.method
+    if train.deadline is not None:
+        reason = "train.deadline is measured on the clock of this machine. Remove train.deadline"
+    elif train.draw == "poisson":
+        reason = "train.clients.draw=poisson changes the size of each cohort. Set train.clients.draw=fixed"
+    elif isinstance(components.rule, Gaussian):
+        reason = "rule gaussian cannot account for clients that start at any time. Choose another rule"
+    elif ray.actors == "per_client":
+        reason = "ray.actors=per_client is not supported. Set ray.actors to a number"
+    elif isinstance(method, Grouped):
+        reason = "train.groups trains several states. Set train.groups to none"
+    elif method.additions:
+        reason = f"method {type(method).__name__} sends tensors that the server does not know. Choose another method"
+    else:
+        return
+    raise ConfigError(f"train.fleet trains asynchronously in virtual time, but {reason}, or remove train.fleet")

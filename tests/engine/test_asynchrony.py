@@ -1,0 +1,240 @@
+"""Asynchronous training in virtual time (``train.fleet``), in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import final_state, finish_in, known, known_run, stop_after
+
+from raydfl.core.errors import ConfigError
+from raydfl.data import Population
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs._replay import replay
+from raydfl.testing import assert_same_bits, start_server
+
+Tiny = Callable[..., Config]
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
+
+ASYNCHRONOUS = (
+    "data.speakers=8",
+    "train.rounds=6",
+    "evaluate.every=3",
+    "train.fleet.buffer=2",
+    "train.fleet.concurrency=5",
+    "train.fleet.seconds.spread=1.5",
+)
+
+PACES = "data.profile={{pace: {{values: [{}]}}}}"
+PRIVATE = ("method.rule={name: gaussian, clip: 1.0, noise: 1.0}", "evaluate.clients=none")
+
+
+def read_rows(run_dir: Path, metric: str) -> list[float]:
+    """Read the server's values of a metric, by round."""
+    rows = record.to_rows(record.read_rows(run_dir))
+    return [row.value for row in rows if row.metric == metric and not row.client]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedprox", "fedadam", "fedmlac"])
+def test_equal_clients_without_refill_give_the_bits_of_synchronous_training(
+    tiny: Tiny, method: str, together: int
+) -> None:
+    settings = (f"train.together={together}", "train.rounds=3")
+    fleet = known(tiny(*settings, "train.fleet.buffer=null", method=method))
+    assert_same_bits(known(tiny(*settings, method=method)), fleet)
+
+
+def test_the_virtual_time_of_synchronous_training_is_that_of_the_slowest_clients(tiny: Tiny) -> None:
+    settings = ("train.rounds=2", "train.cohort=1.0", "train.local_epochs=2", "train.fleet.seconds.start=3")
+    config = tiny(*settings, "train.fleet.seconds.example=0.25", "train.fleet.seconds.down=1000")
+    run_dir = known_run(config)
+    largest = int(Population.load(run_dir / "population").sizes().max())
+    state = final_state(run_dir)
+    size = 4 * sum(tensor.numel() for tensor in state.tensors["global"].values())
+    duration = 3 + 0.25 * largest * 2 + size / 1000
+    assert read_rows(run_dir, "virtual_seconds") == pytest.approx([duration, 2 * duration], rel=1e-12)
+    assert read_rows(run_dir, "staleness") == [0, 0]
+
+
+def test_a_column_of_the_profile_gives_each_client_its_pace(tiny: Tiny) -> None:
+    settings = ("data.speakers=8", PACES.format("1, 10, 100"), "train.fleet.seconds={start: pace, example: 0}")
+    config = tiny(*settings, "train.fleet.buffer=8", "train.rounds=1", "train.cohort=1.0")
+    assert read_rows(known_run(config), "virtual_seconds") == [100]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_run_resumes_after_any_step_with_clients_in_flight(tiny: Tiny, method: str) -> None:
+    whole_config = tiny(*ASYNCHRONOUS, method=method)
+    whole = known(whole_config)
+    assert max(read_rows(known_run(whole_config), "staleness")) > 0
+    for stopped in (1, 3, 5):
+        config = tiny(*ASYNCHRONOUS, f"run.name=stopped-{stopped}", method=method)
+        stop_after(config, stopped)
+        run_dir = Path(config.run.dir) / config.run.name
+        commit = RunStore(run_dir).newest()
+        assert commit is not None
+        assert commit.in_flight.fleet.flights
+        assert_same_bits(whole, finish_in(run_dir, config))
+
+
+def test_a_longer_run_continues_a_shorter_one_and_keeps_only_needed_versions(tiny: Tiny) -> None:
+    whole = known(tiny(*ASYNCHRONOUS))
+    run_dir = Path(known_run(tiny(*ASYNCHRONOUS)))
+    store = RunStore(run_dir)
+    needed = {file for name in store.commits() for file in store.load(name).version_files}
+    assert {path.name for path in (run_dir / "private").glob("*.version")} == needed
+    short = tiny(*ASYNCHRONOUS, "train.rounds=4", "run.name=short")
+    stop_after(short, 4)
+    config = tiny(*ASYNCHRONOUS, "run.name=short")
+    assert_same_bits(whole, finish_in(Path(config.run.dir) / "short", config))
+
+
+def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny) -> None:
+    """A step with one stale client moves the model by the scaled change of its replayed update."""
+    settings = (*ASYNCHRONOUS, "train.fleet.buffer=1", "run.keep=20", "run.name=one")
+    config = tiny(*settings)
+    stop_after(config, 6)
+    run_dir = Path(config.run.dir) / "one"
+    store, stale = RunStore(run_dir), 0
+    states = {name: store.load(name) for name in store.commits()}
+    by_round = {commit.state.round_index: commit for commit in states.values()}
+    for number in range(1, 6):
+        later = {flight.number for flight in by_round[number + 1].in_flight.fleet.flights}
+        arrived = [f for f in by_round[number].in_flight.fleet.flights if f.number not in later]
+        if not arrived:
+            continue  # a fast client started and arrived in this step
+        (flight,) = arrived
+        client, staleness = flight.start.task.client_id, number - flight.version
+        found = replay(run_dir, number + 1, client)
+        assert found.update is not None
+        factor = (1 + staleness) ** -0.5
+        stale += staleness
+        for name, value in found.update.tensors.items():
+            base, before = (by_round[v].state.tensors["global"][name].double() for v in (flight.version, number))
+            expected = before + factor * (value.double() - base)
+            after = by_round[number + 1].state.tensors["global"][name]
+            torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
+    assert stale > 0
+
+
+def test_the_arrivals_do_not_depend_on_the_training(tiny: Tiny) -> None:
+    runs = [known_run(tiny(*ASYNCHRONOUS, f"train.optimiser.lr={lr}")) for lr in (0.1, 0.01)]
+    for metric in ("virtual_seconds", "staleness", "in_flight"):
+        first, second = (read_rows(run_dir, metric) for run_dir in runs)
+        assert first == second
+        assert len(first) == 6
+
+
+def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
+    neutral = ("train.fleet.lost=0.0", "train.fleet.over=1.0", "train.fleet.stale.most=1000000")
+    assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
+
+
+REFERENCE = (
+    "data.speakers=8",
+    "train.rounds=30",
+    "train.fleet.concurrency=6",
+    "train.fleet.seconds.spread=1.5",
+    "train.together=1",
+    "method.rule=uniform_mean",
+    "method.momentum=0",
+)
+
+
+def train_quadratic(
+    config: Config,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[list[tuple[float, int]]]]:
+    """Train the closed form of ``Quadratic``.
+
+    Returns:
+        The initial and the final model in float64, and the target and the staleness of each arrival of each step.
+    """
+    schedule = []
+    with contextlib.closing(start_server(config)) as server:
+        federation = server._federation
+        first = {name: value.double().numpy().copy() for name, value in federation.state.tensors["global"].items()}
+        for _ in range(config.train.rounds):
+            orders = federation.plan()
+            schedule.append([(0.1 * (1 + int(o.task.client_id.lstrip("s"))), o.staleness) for o in orders])
+            federation.round()
+        last = {name: value.double().numpy().copy() for name, value in federation.state.tensors["global"].items()}
+    assert max(staleness for step in schedule for _, staleness in step) > 3
+    return first, last, schedule
+
+
+def descend(start: np.ndarray, target: float) -> np.ndarray:
+    """Return the result of three steps of gradient descent, in float64."""
+    model = start
+    for _ in range(3):
+        model = model - 0.2 * (model - target)
+    return model
+
+
+def test_thirty_steps_equal_fedbuff(tiny: Tiny) -> None:
+    """Algorithm 1 of FedBuff: w <- w + eta / K sum_k s(tau_k) (y_k - w_(t - tau_k))."""
+    config = tiny(*REFERENCE, "train.fleet.buffer=3", "method.server_lr=0.7", method=f"{EXTRA}:Quadratic")
+    first, last, schedule = train_quadratic(config)
+    for name, start in first.items():
+        states = [start]
+        for number, step in enumerate(schedule):
+            total = np.zeros_like(start)
+            for target, staleness in step:
+                base = states[number - staleness]
+                total += (descend(base, target) - base) / math.sqrt(1 + staleness)
+            states.append(states[-1] + 0.7 * total / len(step))
+        np.testing.assert_allclose(last[name], states[-1], rtol=0, atol=1e-6)
+
+
+def test_thirty_steps_equal_fedasync(tiny: Tiny) -> None:
+    """Algorithm 1 of FedAsync with the polynomial staleness function: w <- (1 - a_t) w + a_t y, a_t = a (1 + tau)^-0.7."""
+    settings = ("train.fleet.buffer=1", "train.fleet.mix=model", "train.fleet.stale.power=0.7", "method.server_lr=0.6")
+    first, last, schedule = train_quadratic(tiny(*REFERENCE, *settings, method=f"{EXTRA}:Quadratic"))
+    for name, start in first.items():
+        states = [start]
+        for number, ((target, staleness),) in enumerate(schedule):
+            share = 0.6 * (1 + staleness) ** -0.7
+            states.append((1 - share) * states[-1] + share * descend(states[number - staleness], target))
+        np.testing.assert_allclose(last[name], states[-1], rtol=0, atol=1e-6)
+
+
+def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
+    settings = ("train.fleet.lost=0.4", "train.fleet.stale.most=1", "train.fleet.buffer=1", "train.rounds=12")
+    run_dir = known_run(tiny(*ASYNCHRONOUS, *settings))
+    assert max(read_rows(run_dir, "staleness")) <= 1
+    reasons = {row.note for row in record.to_rows(record.read_rows(run_dir)) if row.metric == "dropped" and row.client}
+    assert reasons == {"lost", "stale"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["train.fleet.buffer=4", "train.fleet.concurrency=3"], "Raise concurrency, or lower train.fleet.buffer"),
+        (["train.fleet.buffer=2", "train.fleet.concurrency=99"], "only 8 can take part"),
+        (["train.fleet.buffer=2", "train.fleet.concurrency=4", "train.fleet.over=1.3"], "Remove over"),
+        (["train.fleet.buffer=2", "train.deadline=3"], "Remove train.deadline"),
+        (["train.fleet.buffer=2", "train.clients.draw=poisson"], "Set train.clients.draw=fixed"),
+        (["train.fleet.buffer=2", *PRIVATE], "rule gaussian cannot account"),
+        (["train.fleet.buffer=2", "ray.actors=per_client"], "Set ray.actors to a number"),
+        (["train.fleet.buffer=2", "train.groups=hdbscan"], "Set train.groups to none"),
+        (["train.fleet.buffer=2", "train.block=2"], "train.fleet scales single updates"),
+        (["train.fleet.seconds.example=0"], "Set one of them above 0"),
+        (["train.fleet.lost=1.0"], "less than 1"),
+        (["train.fleet.seconds.example=pace"], "train.fleet.seconds.example needs"),
+        (["train.fleet.seconds.example=-1"], "greater than or equal to 0"),
+        (["train.fleet.seconds.down=0"], "greater than 0"),
+        (["train.fleet.seconds.down=pace", PACES.format("0, 2")], "'s[0-7]' has pace = 0. Give each client .* above 0"),
+        (["train.fleet.seconds.example=pace", PACES.format("fast")], "'s0' has pace = fast. Give each .* at least 0"),
+        (["train.fleet.seconds.start=pace", PACES.format("-1")], "'s0' has pace = -1"),
+    ],
+)
+def test_bad_settings_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start_server(tiny("data.speakers=8", *settings))
