@@ -22,7 +22,7 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make test-versions  laws and a few tests with Ray, with the oldest and the newest packages that raydfl takes'
 	@echo 'make wheel     raydfl as a wheel, in build/wheel'
-	@echo 'make release   the wheel and its software bill of materials (CycloneDX), in build/release'
+	@echo 'make release   the wheel, the source distribution and the software bill of materials (CycloneDX), in build/release'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
@@ -55,6 +55,7 @@ release: $(INSTALLED) wheel
 	rm -rf build/release
 	mkdir -p build/release
 	cp build/wheel/*.whl build/release
+	.venv/bin/python -c 'import setuptools.build_meta as build; build.build_sdist("build/release")'
 	.venv/bin/python tools/sbom.py build/release/raydfl.cdx.json
 	cd build/release && sha256sum * > SHA256SUMS
 

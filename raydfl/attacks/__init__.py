@@ -9,5 +9,6 @@ Imports methods, training, data, rules and core. Begin with label_flip.py (recor
 
 from raydfl.attacks._attack import Attack, Cohort, ColludingAttack, UpdateAttack
 from raydfl.attacks._statistics import HonestUpdates
+from raydfl.attacks.canary import Canary, draw_direction
 
-__all__ = ["Attack", "Cohort", "ColludingAttack", "HonestUpdates", "UpdateAttack"]
+__all__ = ["Attack", "Canary", "Cohort", "ColludingAttack", "HonestUpdates", "UpdateAttack", "draw_direction"]

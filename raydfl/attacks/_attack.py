@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -172,6 +173,9 @@ class Attack(StrictTypes):
 class UpdateAttack(Attack, ABC):
     """Base class of attacks on the attacker's own update. Rules can still stream the updates."""
 
+    repeats: ClassVar[bool] = False
+    """True: :meth:`change` receives a generator with the same seed in every round."""
+
     @abstractmethod
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
         """Replace an honest change.
@@ -179,7 +183,7 @@ class UpdateAttack(Attack, ABC):
         Args:
             change: float64 [elements], the client's tensors minus the server's. Do not write to it.
             cohort: size of the cohort.
-            rng: generator seeded by run, round and client.
+            rng: generator seeded by run, round and client (by run and client if :attr:`repeats`).
 
         Returns:
             float [elements]. Return ``change`` itself to keep the update unchanged to the bit.
@@ -236,3 +240,15 @@ def draw_share(count: int, share: float, rng: np.random.Generator) -> np.ndarray
     chosen = np.zeros(count, bool)
     chosen[rng.permutation(count)[: int(np.floor(share * count + 0.5))]] = True
     return chosen
+
+
+def return_received(method: Method, step: Step) -> Update:
+    """Return the shared tensors as received, with differences of 0, without training. Private state does not change."""
+    # The server may have requested only some of the client's networks, as in a later phase.
+    tensors = next((tensors for tensors in step.received.values() if tensors), None) or step.floating_state()
+    sent = {
+        name: torch.zeros_like(value) if name.startswith(method.changes) else value
+        for name, value in tensors.items()
+        if method.shared(name)
+    }
+    return step.update(tensors=sent)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attacks._attack import Cohort, UpdateAttack
+from raydfl.attacks._attack import Cohort, UpdateAttack, return_received
 from raydfl.core.types import Update
 from raydfl.methods import Method
 from raydfl.training import Step
@@ -29,14 +28,7 @@ class FreeRider(UpdateAttack):
 
     def local(self, method: Method, step: Step) -> Update:
         """Return the shared tensors as received, with differences of 0. Private state does not change."""
-        # The server may have requested only some of the client's networks, as in a later phase.
-        tensors = next((tensors for tensors in step.received.values() if tensors), None) or step.floating_state()
-        sent = {
-            name: torch.zeros_like(value) if name.startswith(method.changes) else value
-            for name, value in tensors.items()
-            if method.shared(name)
-        }
-        return step.update(tensors=sent)
+        return return_received(method, step)
 
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
         """Add noise."""

@@ -46,20 +46,25 @@ def data_info(
     """Describe a data set, or the clips and clients of a configuration.
 
     NAME prints the layout, licence and options of a data set. FILE prints the clips, classes, groups and clients of a
-    configuration. It also suggests a split, a partition and settings for a first run.
+    configuration. It also suggests a split, a partition and settings for a first run. The last lines are the next command.
     """
+    of_file = Path(what).suffix in (".yaml", ".yml") or Path(what).is_file()
+    if of_file:
+        from raydfl.data import start_reader
+
+        start_reader()
     from raydfl.cli.describe import (
         describe_data,
         describe_dataset,
         describe_step,
     )  # imports PyTorch, which takes seconds
 
-    if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
-        from raydfl.cli.proposal import propose
+    if of_file:
+        from raydfl.cli.proposal import format_command, propose
         from raydfl.data import qualify_error  # imports PyArrow, which is slow
         from raydfl.engine import load_config
 
-        config = load_config(Path(what), overrides or [])
+        config, given = load_config(Path(what), overrides or []), [what, *(overrides or [])]
         problem = None
         try:
             for part, data in config.data.each.items():
@@ -75,8 +80,10 @@ def data_info(
         if config.data.sites or config.data.parts or step is not None:
             if problem is not None:
                 raise problem
+            command = "data info" if step is not None else "run"
+            print(f"next: {format_command(command, given)}")  # noqa: T201
             return
-        for line in propose(config, [what, *(overrides or [])], problem):
+        for line in propose(config, given, problem):
             print(line)  # noqa: T201
     elif overrides:
         raise ConfigError(
@@ -120,6 +127,9 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     Features go into the cache shared by all runs. They are computed in parallel on this machine, or on the Ray cluster set by
     ray.address or RAY_ADDRESS. After an interruption, the same command continues.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.cluster import check_persistent  # imports Ray, which is slow
     from raydfl.core.files import default_cache
     from raydfl.data import build_population
@@ -158,6 +168,9 @@ def data_plot(
     out: Annotated[Path, typer.Option("--out", help="image to write (.png, .svg or .pdf)")] = Path("partition.png"),
 ) -> None:
     """Plot the number of clips of each client and class."""
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.data import build_population
     from raydfl.engine import load_config
     from raydfl.runs.report import plot_partition

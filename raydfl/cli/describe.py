@@ -70,8 +70,8 @@ def describe_dataset(name: str) -> list[str]:
         lines += textwrap.wrap(
             f"{option.name} {default}: {option.meaning}", _WIDTH, initial_indent="  ", subsequent_indent="      "
         )
-    required = "".join(f", {option.name}: ..." for option in options_of(cls) if option.required)
-    return [*lines, "", f"Example: data: {{name: {name}{required}}}"]
+    required = "".join(f", {option.name}: PATH" for option in options_of(cls) if option.required)
+    return [*lines, "", f"next: raydfl data info jobs/tiny.yaml data='{{name: {name}{required}}}'"]
 
 
 def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> Iterator[str]:
@@ -210,6 +210,10 @@ def _describe_balance(manifest: pa.Table) -> str:
     ratio = counts[largest] / counts[smallest]
     word = next(word for limit, word in _BALANCE if ratio <= limit)
     share = counts[largest] / sum(counts.values())
+    if ratio == 1:
+        return (
+            f"{word}: each class has {counts[largest]:,} clips; a constant answer is right for {share:.0%} of the clips"
+        )
     return (
         f"{word}: {largest} has {counts[largest]:,} clips, {smallest} has {counts[smallest]:,}; "
         f"always answering {largest!r} is right for {share:.0%} of the clips"

@@ -33,7 +33,7 @@ from raydfl.cli._arguments import (
 from raydfl.cli.clusters import cluster_app
 from raydfl.cli.data import data_app
 from raydfl.cli.models import export_command, predict_command
-from raydfl.cli.privacy import privacy_command
+from raydfl.cli.privacy import audit_command, privacy_command
 from raydfl.cli.sites import site_app
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
@@ -110,6 +110,9 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
     If the folder of run.name exists, resume that run. Ctrl-C stops after the current round.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.engine import load_config
     from raydfl.runs import run
 
@@ -132,6 +135,9 @@ def resume_command(
     Settings that do not affect the results of a round may change: train.rounds, run.stop.patience, run.commit_every, ray.*,
     track.* and more.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs import resume
 
     with show_progress(quiet, as_json) as progress:
@@ -201,6 +207,9 @@ def report_command(
     ] = None,
 ) -> None:
     """Write an HTML report of one run, or a comparison of several runs."""
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import measure_run, write_page
 
     if out is None:
@@ -218,6 +227,9 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 
     The command reads the files of the run and trains nothing.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.runs.report import find_problems, judge, measure_run
 
     run = measure_run(directory.resolve())
@@ -233,6 +245,7 @@ def explain_command(directory: RunDir, as_json: Json = False) -> None:
 app.command("predict")(predict_command)
 app.command("export")(export_command)
 app.command("privacy", cls=TakesSettings)(privacy_command)
+app.command("audit")(audit_command)
 
 
 @app.command("study", cls=TakesSettings)

@@ -75,6 +75,9 @@ def predict_command(
     Recordings are wav, flac, ogg, opus, mp3, aiff and more, at any sample rate and number of channels. Models of images read
     images. Videos need the extra "video". Unreadable files are listed at the end, with exit code 2.
     """
+    from raydfl.data import start_reader
+
+    start_reader()
     from raydfl.cli.predictions import Form, show
     from raydfl.runs.inference import (
         RunFusion,

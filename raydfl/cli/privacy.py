@@ -1,15 +1,17 @@
-"""The command ``raydfl privacy``: the guarantee of a configuration, before any training."""
+"""The commands ``raydfl privacy``, for the guarantee of a configuration, and ``raydfl audit``, for a test of a run's guarantee."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from raydfl.cli._arguments import File, Overrides, show_progress
-from raydfl.core.errors import ConfigError
+from raydfl.cli._arguments import File, Json, Overrides, RunDir, Trust, show_progress
+from raydfl.core.errors import ConfigError, InputError
 
 _NOISES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
@@ -65,3 +67,53 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def audit_command(
+    directory: RunDir,
+    as_json: Json = False,
+    trust: Trust = False,
+) -> None:
+    """Test the differential privacy of the run by its canaries. Exit code 1: the run reveals more than its epsilon allows.
+
+    The run needs the rule gaussian and the attack canary. The audit redraws the canaries' directions and compares them with the
+    movement of the global model. It trains nothing.
+    """
+    from raydfl.data import Population  # PyTorch takes seconds
+    from raydfl.engine import audit_model, describe_run
+    from raydfl.engine.storage import final_commit, local_run, read_about, read_config
+
+    folder = local_run(directory)
+    config, stored = read_config(folder, trust), read_about(folder).get("privacy")
+    if stored is None:
+        raise InputError(
+            f"{directory} has no differential privacy to audit. Train it with method.rule={{name: gaussian, ...}}"
+        )
+    state = final_commit(folder).state
+    promised, text = describe_run(stored, state.round_index)
+    population = Population.load(folder / "population", features=False)
+    audit = audit_model(config, population, state, stored["delta"])
+    violated = audit.epsilon > promised
+    if as_json:
+        print(json.dumps({"promised": promised, "violated": violated, **audit.to_dict()}))  # noqa: T201
+    else:
+        console = Console(highlight=False)
+        console.print(f"promised: {text}", markup=False, soft_wrap=True)
+        table = Table(
+            "directions", "number", "mean cosine", "deviation", "epsilon", "95 % lower bound", box=None, pad_edge=False
+        )
+        for name, cosines in (("canaries", audit.canaries), ("control, never sent", audit.control)):
+            row = (cosines.mean, cosines.deviation, cosines.estimate_epsilon(), cosines.bound_epsilon())
+            table.add_row(name, str(len(cosines.values)), *(f"{value:.3g}" for value in row))
+        console.print(table)
+        console.print(
+            f"Cosines without any influence: 0 ± {audit.canaries.parameters**-0.5:.3g} ({audit.canaries.parameters:,} parameters)."
+        )
+        limit = (
+            f"{audit.epsilon:.3g} exceeds {promised:.3g}"
+            if violated
+            else f"{audit.epsilon:.3g} is within {promised:.3g}"
+        )
+        console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}.")
+    if violated:
+        raise typer.Exit(1)

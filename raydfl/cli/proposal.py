@@ -1,10 +1,9 @@
-"""Proposals for a first run: a split and a partition that fit the clips, and settings of a similar run."""
+"""Proposals for a first run: a split and a partition that fit the clips, and rounds by passes over the clips."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,76 +13,35 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydfl.cli.owners import ANOMALOUS, LEAST_GROUPS, NORMAL, propose_owners, propose_ungrouped
 from raydfl.core.errors import DataError, InputError
-from raydfl.core.options import options_of
 from raydfl.core.yaml import to_yaml
 from raydfl.data import (
     Assignment,
-    DataSettings,
     assign_clips,
     describe_sizes,
-    find_dataset,
     list_clips,
 )
 from raydfl.engine import Config, apply_values, make_config
 
 _WIDTH = 110
-_LEAST_GROUPS = 3
-"""Smallest number of groups for holding out whole groups."""
 _FOLDS = ("fold", "session")
 """Columns with the publisher's cross-validation folds."""
 _OFFICIAL = {"test": {"by": "split"}}
-_OWNER = re.compile(
-    r"(?:speaker|spk|talker|singer|actor|subject|participant|patient|person|user|client|owner|device)(?:_?id|_?name)?",
-    re.IGNORECASE,
-)
-"""Names of columns with the owners of clips."""
-_NORMAL, _ANOMALOUS = re.compile("normal", re.IGNORECASE), re.compile("abnormal|anomal", re.IGNORECASE)
-"""Prefixes of the names of normal and anomalous conditions."""
 _NORMAL_SHARES = (0.25, 0.5)
 """Fractions of a machine's normal clips to hold out for its test set."""
 _SHARES = (0.2, 0.3, 0.5)
 _CLIPS_EACH = 20
 """Training clips of each client if clips have no owners. ``_CLIENTS`` limits the number of clients."""
 _CLIENTS = (2, 50)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A reference run with its settings and its result."""
-
-    what: str
-    clients: int
-    clips: int
-    """Training clips of a client, approximately."""
-    cohort: int
-    """Clients per round."""
-    local_epochs: int
-    batch_size: int
-    lr: float
-    """Learning rate of Adam."""
-    rounds: int
-    result: str
-
-
-STARTS = (
-    Start("FSDD, six speakers", 6, 450, 6, 1, 16, 0.003, 8, "81 % of 10 classes after 8 rounds, still rising"),
-    Start("FSDD, six speakers' clips dealt to 60", 60, 45, 12, 1, 16, 0.003, 150, "93 % of 10 classes"),
-    Start("spoken words, 32 speakers", 32, 40, 15, 2, 16, 0.003, 20, "86 % of 10 classes"),
-    Start(
-        "EmoDB's sample, six speakers",
-        6,
-        11,
-        6,
-        2,
-        4,
-        0.003,
-        15,
-        "10 of 21 test clips of 7 classes, too few for a conclusion",
-    ),
-    Start("Speech Commands' test set, 106 speakers", 106, 3, 21, 2, 4, 0.003, 40, "45 % of 12 classes, still rising"),
-)
-"""Measured runs of FedAvg with its default network and Adam. docs/data.md has the commands."""
+_PASSES = 50
+"""Passes over the training clips of a first run (docs/data.md#recommended-settings)."""
+_LR = 0.003
+"""Learning rate of Adam."""
+_SMALL_COHORT = 10
+"""Smallest cohort, if there are as many clients. Otherwise the cohort is a fifth of the clients."""
+_FEW_CLIPS = 40
+"""Clients with fewer clips train two epochs per round in batches of 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +85,7 @@ def propose(config: Config, given: Sequence[str], problem: DataError | None = No
         yield "No split and partition fit these clips: there are too few clips, or too few clips of a class."
         if problem is not None:
             raise problem
+        yield f"next: add clips, then repeat: {format_command('data info', given)}"
         return
     if problem is not None:
         yield from textwrap.wrap(
@@ -152,7 +111,12 @@ def propose(config: Config, given: Sequence[str], problem: DataError | None = No
         previous = group
     yield "next: copy these lines, or set them on the command line:"
     overrides = [shlex.quote(f"{path}={to_yaml(value)}") for path, value in proposal.settings.items()]
-    yield " \\\n    ".join(["  raydfl run " + " ".join(map(shlex.quote, given)), *overrides])
+    yield " \\\n    ".join([f"  {format_command('run', given)}", *overrides])
+
+
+def format_command(command: str, given: Sequence[str]) -> str:
+    """Return a command of raydfl with the user's arguments, quoted for a shell."""
+    return f"raydfl {command} {' '.join(map(shlex.quote, given))}"
 
 
 def find_proposal(config: Config) -> Proposal | None:
@@ -165,7 +129,7 @@ def find_proposal(config: Config) -> Proposal | None:
     settings: dict[str, Any] = {}
     reasons: list[str] = []
     manifest, classes = list_clips(config.data, config.run.seed)
-    for choose in (_propose_owner, _propose_ungrouped):
+    for choose in (propose_owners, propose_ungrouped):
         chosen, why = choose(config.data, manifest)
         if chosen:
             settings, reasons = settings | chosen, [*reasons, why]
@@ -215,32 +179,6 @@ def find_proposal(config: Config) -> Proposal | None:
     return None
 
 
-def _propose_owner(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
-    """Propose the column with the owners of clips, if no clip has a group."""
-    options = [option.name for option in options_of(find_dataset(data.name))]
-    if "group_column" not in options or manifest.column("group").null_count < manifest.num_rows:
-        return {}, ""
-    for column in manifest.column_names:
-        owners = len(manifest.column(column).drop_null().unique()) if _OWNER.fullmatch(column) else 0
-        if 1 < owners < manifest.num_rows:
-            return {"data.group_column": column}, (
-                f"column {column} has {owners:,} owners of clips, which become the groups (data.group_column)"
-            )
-    return {}, ""
-
-
-def _propose_ungrouped(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
-    """Propose a treatment of clips without a group, with the reason."""
-    group = manifest.column("group")
-    known = len(group.drop_null().unique())
-    if not group.null_count or known < _LEAST_GROUPS or group.null_count > manifest.num_rows / 2:
-        return {}, ""
-    labels = manifest.filter(group.is_null()).column("label").unique().to_pylist()
-    return {"data.ungrouped": "deal"}, (
-        f"{group.null_count:,} clips ({', '.join(map(str, labels[:5]))}) have no group; the {known:,} groups get them"
-    )
-
-
 def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
     """Find normal and anomalous clips by the objective or by the names of labels."""
     objective = config.components.method.objective
@@ -250,7 +188,7 @@ def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
         return Conditions("label", [label for label in labels if label not in named], {})
     for column in ("label", "condition"):
         values = manifest.column(column).drop_null().unique().to_pylist() if column in manifest.column_names else []
-        normal, anomalous = ([v for v in values if kind.match(str(v))] for kind in (_NORMAL, _ANOMALOUS))
+        normal, anomalous = ([v for v in values if kind.match(str(v))] for kind in (NORMAL, ANOMALOUS))
         if not normal or not anomalous or len(normal) + len(anomalous) < len(values):
             continue
         if column == "label" and detects and hasattr(objective, "normal"):
@@ -307,7 +245,7 @@ def _list_candidate_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] |
         yield {"by": "split"}, "the data set has an official split"
     groups = manifest.column("group")
     count = len(groups.drop_null().unique())
-    if not groups.null_count and count >= _LEAST_GROUPS:
+    if not groups.null_count and count >= LEAST_GROUPS:
         for share in _SHARES:
             yield (
                 {"by": "group", "fraction": share},
@@ -352,17 +290,23 @@ def _suggest_partitions(manifest: pa.Table, skewed: bool) -> Iterator[tuple[dict
 
 
 def _train(clients: int, clips: float) -> tuple[dict[str, Any], str]:
-    """Return the training settings of the reference run with the most similar sizes, with its result."""
-    start = min(STARTS, key=lambda run: abs(math.log(run.clips / clips)) + abs(math.log(run.clients / clients)) / 2)
-    cohort = min(clients, max(round(clients * start.cohort / start.clients), 5))
+    """Return training settings for about 50 passes over the training clips.
+
+    Args:
+        clients: the number of clients.
+        clips: the median number of clips of a client.
+    """
+    cohort = min(clients, max(_SMALL_COHORT, round(clients / 5)))
+    local_epochs, batch_size = (2, 4) if clips < _FEW_CLIPS else (1, 16)
+    rounds = math.ceil(_PASSES * clients / (cohort * local_epochs))
     train = {
-        "rounds": start.rounds,
+        "rounds": rounds,
         "cohort": cohort,
-        "local_epochs": start.local_epochs,
-        "batch_size": start.batch_size,
-        "optimiser": {"name": "adam", "lr": start.lr},
+        "local_epochs": local_epochs,
+        "batch_size": batch_size,
+        "optimiser": {"name": "adam", "lr": _LR},
     }
     return train, (
-        f"settings of the most similar reference run, not tuned to these clips: {start.what}, {start.clients} clients with "
-        f"{start.clips} clips, {start.cohort} per round, {start.rounds} rounds: {start.result}"
+        f"{rounds} rounds of {cohort} of {clients} clients make about {_PASSES} passes over the training clips. "
+        f"The settings are not tuned to these clips"
     )

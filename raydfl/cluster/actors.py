@@ -217,8 +217,12 @@ class ActorPool:
             except RayTaskError as error:
                 self._start_elsewhere(key, unwrap_error(error))
             except LOST as error:
+                broken = getattr(error, "actor_init_failed", False)
+                if broken and self._nodes is not None:
+                    used = {slot.node for slot in self._slots.values()}
+                    broken = not self._nodes.exclude_without_raydfl(error, used)
                 self._failed_starts += not getattr(error, "preempted", False)
-                if getattr(error, "actor_init_failed", False) or self._failed_starts > self._settings.retries:
+                if broken or self._failed_starts > self._settings.retries:
                     raise ResourcesError(
                         f"a client actor failed to start: {explain_end(error)}. Check that every node has the same raydfl and the "
                         f"modules of the run."

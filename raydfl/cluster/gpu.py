@@ -27,7 +27,7 @@ from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.core.memory import read_memory_limit
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, RaySettings, keys_of, measure_once
+from raydfl.engine import Clients, Config, Federation, RaySettings, compute_kept_bytes, keys_of, measure_once
 from raydfl.engine.storage import RunStore
 
 CONTEXT = 512 << 20
@@ -258,6 +258,13 @@ def _run_heaviest(run_dir: Path, config: Config, where: str, files: RunFiles | N
                 list(pool.run(orders, federation.broadcast(keys_of(orders))))
 
 
+def _count_kept_bytes(run_dir: Path, config: Config) -> int:
+    """Count the bytes of updates that a client actor keeps between the passes of a rule."""
+    store, clients = RunStore(run_dir), Clients(Population.load(run_dir / "population"), config)
+    latest = store.latest()
+    return compute_kept_bytes(config, clients, None if latest is None else store.load(latest).block)
+
+
 class _Probe:
     """An actor that measures the memory of a client actor. It is alone on its GPU for the measurement of GPU memory."""
 
@@ -327,8 +334,10 @@ def resolve_auto(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
     amounts: dict[str, float] = {}
     for name, memory in found.items():
         if name == "memory":
-            amounts[name] = memory.peak
-            tell(f"A client actor needs {format_gib(memory.peak)} of its node's memory, and reserves it.")
+            kept = _count_kept_bytes(run_dir, config)
+            amounts[name] = memory.peak + kept
+            part = f", {format_gib(kept)} of it for the updates between the passes of the rule" if kept else ""
+            tell(f"A client actor needs {format_gib(memory.peak + kept)} of its node's memory{part}, and reserves it.")
             continue
         share = amounts[name] = compute_share(memory, settings, None if settings.autoscale else int(gpus))
         tell(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from raydfl.cluster.resources import ActorKind, count_fitting, format_kinds, format_nodes, list_alive_nodes
+from raydfl.cluster.faults import explain_end
+from raydfl.cluster.resources import (
+    ActorKind,
+    count_fitting,
+    format_kinds,
+    format_nodes,
+    list_addresses,
+    list_alive_nodes,
+)
 from raydfl.cluster.run_files import BlindNodeError, RunFiles
 from raydfl.core.errors import RaydflError
 
@@ -46,9 +55,28 @@ class SuitableNodes:
             return True
         if node in self.files.nodes or node in self.excluded:
             return False
-        self.excluded[node] = str(error)
-        logger.warning("A new node is not used: %s", error)
+        self._exclude([node], str(error))
         return True
+
+    def exclude_without_raydfl(self, error: Exception, used: Collection[str]) -> bool:
+        """Exclude the node of an actor that failed in its first imports; return whether the node joined after the start of the run.
+
+        Ray's error has the address of the node and no id. Nodes with the same address are excluded too.
+
+        Args:
+            error: Ray's error of the actor.
+            used: Ids of the nodes with running actors.
+        """
+        kept = {*self.files.nodes, *self.excluded, *used}
+        addresses = set(re.findall(r"ip=([^,)]+)", str(error)))
+        failed = [node for node, address in list_addresses().items() if address in addresses and node not in kept]
+        self._exclude(failed, f"a client actor failed to start: {explain_end(error)}")
+        return bool(failed)
+
+    def _exclude(self, nodes: Sequence[str], reason: str) -> None:
+        self.excluded.update(dict.fromkeys(nodes, reason))
+        if nodes:
+            logger.warning("A new node is not used: %s", reason)
 
 
 class NodeWatch:

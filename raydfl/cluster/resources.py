@@ -109,6 +109,12 @@ def list_alive_nodes(selector: Mapping[str, str] | None = None) -> dict[str, Map
     }
 
 
+def list_addresses() -> dict[str, str]:
+    """Return the IP address of each live node by node id."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+
 def match_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Return whether a node's labels satisfy a label selector of Ray.
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from raydfl.core.errors import ConfigError, PolicyError, nearest
+from raydfl.core.errors import ConfigError, PolicyError, nearest, translate_failures
 from raydfl.core.metrics import base_name
 from raydfl.core.options import explain
 from raydfl.core.settings import Settings
@@ -224,11 +224,10 @@ def read_policy(path: Path) -> SitePolicy:
     Raises:
         ConfigError: The file cannot be read, or a setting is wrong.
     """
-    try:
+    with translate_failures(
+        lambda reason: ConfigError(f"cannot read the policy {path}: {reason}. Give a YAML file (docs/security.md).")
+    ):
         values = read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the policy {path}: {reason}. Give a YAML file (docs/security.md).") from error
     for key in values if isinstance(values, dict) else ():
         if key not in SitePolicy.model_fields:
             raise ConfigError(f"{path}: unknown key {key!r}. {nearest(str(key), SitePolicy.model_fields)}")

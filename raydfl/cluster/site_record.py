@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from raydfl.core.errors import InputError, RunDirectoryError
+from raydfl.core.errors import InputError, RunDirectoryError, translate_failures
 from raydfl.core.files import make_private_folder, writing
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import Order, Pool, Reply, Worker
@@ -192,14 +192,13 @@ def read_heads(run_dir: Path, site: str) -> list[Head]:
         InputError: The folder has no heads, or the file is damaged.
     """
     path = run_dir / HEADS
-    try:
+    with translate_failures(
+        lambda reason: InputError(
+            f"{path} cannot be read: {reason}. Give the folder of a run with a policy at its sites."
+        )
+    ):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         return [Head.from_text(row["head"]) for row in rows if row["site"] == site]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is damaged ({error})"
-        raise InputError(
-            f"{path} cannot be read: {reason}. Give the folder of a run with a policy at its sites."
-        ) from error
 
 
 class HeadKeeper:

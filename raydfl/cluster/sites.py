@@ -25,7 +25,7 @@ from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.site_guard import GuardedWorker, SiteGuard, call_at_site
 from raydfl.cluster.site_policy import find_policy
 from raydfl.cluster.site_reports import SiteReport, join_sites
-from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
+from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line, translate_failures
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
 from raydfl.core.progress import ProgressReporter
 from raydfl.core.users_code import naming_failures
@@ -63,10 +63,10 @@ def place_folder(config: Config, run_dir: Path, place: str) -> Path:
     if not place:
         return run_dir
     path = run_dir / _KEY
-    try:
+    with translate_failures(
+        lambda reason: RunDirectoryError(f"{path} is missing or damaged ({reason}). Restore it from a copy.")
+    ):
         key = plain_name(path.read_text() if path.exists() else str(read_about(run_dir)["site_key"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise RunDirectoryError(f"{path} is missing or damaged ({error}). Restore it from a copy.") from error
     return config.data.sites[place].folder / "runs" / key / place
 
 

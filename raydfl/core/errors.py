@@ -5,9 +5,10 @@ A message gives the place, the problem and the remedy. The command line prints i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -48,6 +49,40 @@ class ClientError(RaydflError):
     """A user's code failed on a client or at the server. The run stopped at its last commit."""
 
 
+@contextlib.contextmanager
+def translate_failures(make_error: Callable[[str], RaydflError]) -> Iterator[None]:
+    """Translate every exception of a reader of untrusted bytes. Errors of raydfl pass through.
+
+    Args:
+        make_error: Makes the error from the reason (:func:`explain_failure`).
+    """
+    try:
+        yield
+    except RaydflError:
+        raise
+    except Exception as error:
+        raise make_error(explain_failure(error)) from error
+
+
+def explain_failure(error: Exception) -> str:
+    """Return the reason of a reader's failure in a message, without a full stop.
+
+    >>> explain_failure(KeyError("id")), explain_failure(FileNotFoundError(2, "No such file or directory"))
+    ("KeyError: 'id'", 'No such file or directory')
+    """
+    if isinstance(error, MemoryError):
+        return "it needs more memory than is available. If the file is small, it is damaged: copy it again"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, LookupError | TypeError | AttributeError):  # Their messages alone are often a bare name.
+        return f"{type(error).__name__}: {error!s:.500}"
+    return f"{error!s:.500}".removesuffix(".") or type(error).__name__
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Suggest the closest known word, or list all known words if none is close.
 
@@ -61,7 +96,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"Choose one of {', '.join(names)}." if names else "There is none."
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     r"""Return the first line of an error's message, or its type if the message is empty.
 
     >>> first_line(OSError("no route to host\nmore")), first_line(TimeoutError())

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from raydfl.core.errors import ResourcesError
 
@@ -22,6 +23,7 @@ RESUME = "make room or make the folder writable, then resume the run: all commit
 CHOOSE_CACHE = "make room, or choose another folder with data.cache or the environment variable RAYDFL_CACHE"
 """Remedy for a feature cache that cannot be written."""
 
+_JSON_BYTES = 1 << 28
 _UNWRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG),
@@ -76,6 +78,20 @@ def read_regular(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of at most 256 MiB.
+
+    Raises:
+        OSError: the file cannot be read, is too large, or is not a regular file.
+        ValueError, RecursionError: it is not UTF-8 text, invalid JSON, or nested too deep.
+    """
+    with open_regular(path) as file:
+        content = file.read(_JSON_BYTES + 1)
+    if len(content) > _JSON_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {_JSON_BYTES >> 20} MiB")
+    return json.loads(content)
 
 
 def display_path(path: str | os.PathLike[str]) -> str:

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import DataError, RaydflError
+from raydfl.core.errors import DataError, RaydflError, explain_failure, translate_failures
 from raydfl.core.memory import read_free_memory
 
 ENVIRONMENT = (
@@ -135,26 +135,11 @@ def reading(place: str | os.PathLike[str], problem: str = "cannot be read", reme
         DataError: the body raised an exception.
     """
     note = contextlib.nullcontext() if _service is None else _service.note(os.fspath(place))
-    try:
-        with note:
-            yield
-    except RaydflError:
-        raise
-    except Exception as error:
-        reason = explain_failure(error).removesuffix(".")
-        raise DataError(f"{place}: {problem}: {reason}{'. ' * bool(remedy)}{remedy}") from error
-
-
-def explain_failure(error: Exception) -> str:
-    """Return the reason of a reader's failure in a message."""
-    if isinstance(error, MemoryError):
-        limit = "" if _service is None else f" of {_service.memory / (1 << 30):.1f} GiB"
-        return f"it needs more memory than the limit{limit}. If the file is small, it is damaged: copy it again"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, LookupError | TypeError | AttributeError):  # Their messages alone are often a bare name.
-        return f"{type(error).__name__}: {error!s:.500}"
-    return f"{error!s:.500}" or type(error).__name__
+    with (
+        translate_failures(lambda reason: DataError(f"{place}: {problem}: {reason}{'. ' * bool(remedy)}{remedy}")),
+        note,
+    ):
+        yield
 
 
 class _EndedError(Exception):
@@ -246,17 +231,35 @@ _idle: list[_Helper] = []
 """Helpers without a call."""
 
 
+def start_helper(function: Callable[..., Any]) -> None:
+    """Start a helper in the background for the next call, unless there is one. Call it before a slow import.
+
+    Args:
+        function: an importable function. The helper imports its module.
+    """
+    if _service is not None or any(helper.alive for helper in _idle):
+        return
+    helper = _Helper(_select_environment())
+    helper.used = True  # It may end for lack of calls.
+    with contextlib.suppress(_EndedError):
+        list(helper.map(function, [], [], SECONDS))
+        _idle.append(helper)
+
+
 def _borrow() -> _Helper:
     """Return an idle helper with the current environment, or start one."""
-    environment = {
-        name: value for name, value in os.environ.items() if name in ENVIRONMENT or name.startswith(_PREFIXES)
-    }
+    environment = _select_environment()
     while _idle:
         helper = _idle.pop()
         if helper.alive and helper.environment == environment:
             return helper
         helper.end()
     return _Helper(environment)
+
+
+def _select_environment() -> dict[str, str]:
+    """Return the environment variables of a new helper."""
+    return {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name.startswith(_PREFIXES)}
 
 
 def _forget_helpers() -> None:
@@ -279,7 +282,8 @@ class _Service:
     """The helper's side."""
 
     def __init__(self) -> None:
-        self._requests, self._answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", _BUFFER)
+        # Without a buffer, select sees a request that follows another one at once.
+        self._requests, self._answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", _BUFFER)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # Decoders may print.
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it, and closes the pipe.
@@ -334,8 +338,19 @@ class _Service:
         resource.setrlimit(resource.RLIMIT_DATA, (used + self.memory,) * 2)
 
 
+class _PandasBlocker:
+    """Import hook without pandas. Arrow imports it for each converted list if it can (0.2 s), and no reader needs it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Reject the import of pandas."""
+        if name == "pandas":
+            raise ModuleNotFoundError("readers run without pandas")
+
+
 def serve() -> None:
     """Run the helper: the main function of its process."""
+    sys.meta_path.insert(0, cast(Any, _PandasBlocker))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     global _service  # noqa: PLW0603  (It exists once in a process.)
@@ -414,27 +429,30 @@ def _build(about: Any, file: BinaryIO) -> Any:
     return value
 
 
-def _read_header(file: BinaryIO) -> Any:
+def _read_header(file: Any) -> Any:
     size = int.from_bytes(_read(file, 8), "little")
     if size > _HEADER_BYTES:
         raise EOFError  # A crashing process may write anything.
     return json.loads(_read(file, size))
 
 
-def _read(file: BinaryIO, size: int) -> bytes:
+def _read(file: Any, size: int) -> bytearray:
     """Read exactly ``size`` bytes.
 
     Raises:
         EOFError: the pipe has ended.
     """
-    content = file.read(size)
-    if len(content) < size:
-        raise EOFError
+    content = bytearray(size)
+    _fill(memoryview(content), file)
     return content
 
 
 def _fill(view: memoryview, file: Any) -> None:
-    """Fill a buffer from a pipe."""
+    """Fill a buffer from a pipe.
+
+    Raises:
+        EOFError: the pipe has ended.
+    """
     while view:
         count = file.readinto(view)
         if not count:

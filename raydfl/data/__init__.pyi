@@ -31,6 +31,7 @@ from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import place_of as place_of
 from raydfl.data.settings import qualify_error as qualify_error
 from raydfl.data.shards import Shard as Shard
+from raydfl.data.source import start_reader as start_reader
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import check_share as check_share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
@@ -48,6 +49,7 @@ from raydfl.data.steps.profile import ProfileSettings as ProfileSettings
 from raydfl.data.steps.profile import deal_values as deal_values
 from raydfl.data.steps.split import SplitSettings as SplitSettings
 from raydfl.data.steps.user_tables import TableSettings as TableSettings
+from raydfl.data.table_check import check_tables as check_tables
 from raydfl.data.tables import Tables as Tables
 from raydfl.data.tables import encode as encode
 from raydfl.data.tables import make_empty_clips as make_empty_clips

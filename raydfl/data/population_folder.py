@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import RunDirectoryError
+from raydfl.core.errors import RunDirectoryError, translate_failures
 from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import population_v1
@@ -74,7 +74,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         The facts by part, and the tables of all parts.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or its format is unknown.
+        Exception: a file is missing or damaged, or its format is unknown. :func:`translate_damage` explains it.
     """
     if population_v1.is_in(folder) and not (folder / FACTS).exists():
         return _convert(folder, verify, *population_v1.convert(folder, verify))
@@ -161,16 +161,13 @@ def translate_damage(folder: Path) -> Iterator[None]:
     Raises:
         RunDirectoryError: the population is missing or damaged.
     """
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (
-            f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        )
-        raise RunDirectoryError(
+    with translate_failures(
+        lambda reason: RunDirectoryError(
             f"the population in {folder} is missing or damaged ({reason}). Restore it from a copy, or restart the run in a "
             f"new folder"
-        ) from error
+        )
+    ):
+        yield
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
@@ -202,13 +199,10 @@ def map_table(path: Path) -> pa.RecordBatch:
     """Memory-map a table.
 
     Raises:
-        OSError, ValueError: the file is missing or damaged.
+        OSError, ArrowException: the file is missing or damaged.
     """
-    try:
-        with pa.memory_map(str(path)) as file:
-            return pa.ipc.open_file(file).get_batch(0)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path.name} is damaged: {error}") from error
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).get_batch(0)
 
 
 def digest_file(path: Path) -> str:

@@ -39,14 +39,11 @@ def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
         verify: verify the digest of the arrays.
 
     Raises:
-        OSError, ValueError, KeyError: the file is damaged, or has an unknown format.
+        Exception: the file is damaged, or has an unknown format.
     """
-    try:
-        with safetensors.safe_open(folder / _FILE, "np") as file:
-            metadata = file.metadata()
-        arrays = safetensors.numpy.load_file(folder / _FILE)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{_FILE}: {error}") from error
+    with safetensors.safe_open(folder / _FILE, "np") as file:
+        metadata = file.metadata()
+    arrays = safetensors.numpy.load_file(folder / _FILE)
     facts = json.loads(metadata["raydfl"])
     if facts["format"] != 1:
         raise ValueError(f"the format of {_FILE} is {facts['format']}, not 1")

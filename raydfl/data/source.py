@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raydfl.core.isolation import call_isolated, map_isolated
+from raydfl.core.isolation import call_isolated, map_isolated, start_helper
 from raydfl.core.registry import build
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import PACKAGE, Dataset, find_dataset
@@ -75,6 +75,11 @@ class Source:
     @property
     def _is_built_in(self) -> bool:
         return find_dataset(self.name).__module__.startswith(f"{PACKAGE}.")
+
+
+def start_reader() -> None:
+    """Start the helper process for data sets in the background. Call it before PyTorch's import, which takes longer."""
+    start_helper(_list_clips)
 
 
 def list_isolated(make: Callable[[], Dataset], where: str) -> pa.Table:

@@ -17,7 +17,7 @@ from raydfl.core.files import CHOOSE_CACHE, default_cache, free_bytes, full_disk
 from raydfl.core.lock import hold_lock
 from raydfl.core.remote import RemoteFolder, below, split_uri
 from raydfl.data.population import Population
-from raydfl.data.population_folder import FACTS
+from raydfl.data.population_folder import FACTS, translate_damage
 
 _STORE = "store.json"
 _ADVICE = "check the URI and the access of every node to it, then resume the run"
@@ -62,7 +62,9 @@ def fetch_population(uri: str, cache: Path | None) -> Population:
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
     folder = cache / "populations" / plain_name(name)
     _fetch(uri, FACTS, folder)
-    for store in _list_stores(json.loads(json.loads((folder / FACTS).read_text())["facts"])):
+    with translate_damage(folder):
+        stores = _list_stores(json.loads(json.loads((folder / FACTS).read_text())["facts"]))
+    for store in stores:
         _fetch(below(place, plain_name(store.name)), _STORE, cache / store.name)
     return Population.load(folder, cache=cache)
 

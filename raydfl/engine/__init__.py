@@ -16,7 +16,9 @@ from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, sp
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
+from raydfl.engine.privacy_audit import audit_model
 from raydfl.engine.probe import try_models
+from raydfl.engine.rule_memory import compute_kept_bytes
 from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
 from raydfl.engine.software import check_same_software, describe_software
@@ -47,9 +49,11 @@ __all__ = [
     "add_spans",
     "apply_overrides",
     "apply_values",
+    "audit_model",
     "build_fixed_tensors",
     "build_models",
     "check_same_software",
+    "compute_kept_bytes",
     "count_parameters",
     "describe_run",
     "describe_software",

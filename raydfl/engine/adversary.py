@@ -91,7 +91,7 @@ class Adversary:
             flat = FlatTensors.from_tensors(update.tensors)
             start = reference(update, flat.layout) if not update.cuts else self._read_cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
-            rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
+            rng = seeds.generator(self._seed, 0 if attack.repeats else round_index, update.client_id, "attack")
             with naming_failures(attack, "change", f"round {round_index + 1}", kind="attack"):
                 change = attack.change(honest, about, rng)
             return update if change is honest else _replace_values(update, flat.layout, start, change)

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, nearest, translate_failures
 from raydfl.core.ops import differing_kernels
 from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
@@ -371,13 +371,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: The file is missing, unreadable or not a valid configuration.
     """
     path = Path(path)
-    try:
+
+    def make_error(reason: str) -> ConfigError:
+        advice = "Give a readable text file, such as jobs/quickstart.yaml" if path.is_file() else _suggest_file(path)
+        return ConfigError(f"cannot read the configuration {path}: {reason}. {advice}")
+
+    with translate_failures(make_error):
         values = read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        missing = isinstance(error, (FileNotFoundError, IsADirectoryError))
-        advice = _suggest_file(path) if missing else "Give a readable text file, such as jobs/quickstart.yaml"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}. {advice}") from error
     return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
 
 

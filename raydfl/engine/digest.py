@@ -54,6 +54,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
     ("spoken_words", "label"): "word",
     ("machines", "level"): "machine",
+    ("folder", "owner_folders"): False,
     ("fedapta", "ratio_of"): "prunable",
     **dict.fromkeys([(name, "share_of") for name in ("feddrop", "fedrolex", "heterofl")], "channels"),
     **dict.fromkeys([(name, "heads") for name in ("multifl", "modality_mirror")], "alone"),

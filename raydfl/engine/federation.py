@@ -13,7 +13,7 @@ import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
-from raydfl.core.types import Metrics, State, Task, Update
+from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
@@ -421,15 +421,15 @@ class Federation:
                 raise
 
         updates: Iterator[Update] = note_failures()
-        measured: Metrics = {}
+        summed, gaussian = None, cast(Gaussian, self.config.components.rule)
         if self._private is not None:
-            summed, measured = self._private.sum_updates(
-                cast(Gaussian, self.config.components.rule), updates, self.state
-            )
-            updates = iter([summed])
+            summed = self._private.sum_updates(gaussian, updates, self.state)
+            updates = iter([summed.update])
         with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
             state, metrics = self.method.aggregate(self.state, updates, rng)
-        current.metrics = {**measured, **metrics}
+        if self._private is not None and summed is not None:
+            state, metrics = self._private.keep_clip(gaussian, summed, state), {**summed.metrics, **metrics}
+        current.metrics = metrics
         for _ in updates:
             pass  # a rule may skip updates, but the round must record every client's reply
         return dataclasses.replace(as_stored(state), phase=self.state.phase)

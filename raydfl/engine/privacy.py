@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
-from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
 from raydfl.core.noise_key import NoiseKey
-from raydfl.core.types import Metrics, State, Update
+from raydfl.core.types import Metrics, Ratio, State, Update
 from raydfl.engine.accounting import Mechanism, check_library
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -22,8 +23,10 @@ from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.networks import build_models
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.telemetry import TIMELINE, RoundReport, RoundRows
-from raydfl.rules import Gaussian
+from raydfl.rules import AdaptiveClip, Gaussian, NoisySum
 
+_CLIP = "gaussian"
+"""Entry of the state with the clip of the next round."""
 STUDY = "for study: anyone who knows the seed can subtract the noise"
 """Mark of every epsilon of a run with ``privacy.key: seed``."""
 
@@ -36,14 +39,18 @@ def plan_mechanism(config: Config, clients: int) -> Mechanism:
         clients: Number of eligible clients.
 
     Raises:
-        ConfigError: The cohort exceeds the clients, no noise reaches the epsilon, or dp-accounting is missing.
+        ConfigError: The cohort exceeds the clients, no noise reaches the epsilon, the adaptive clip has too little noise, or
+            dp-accounting is missing.
     """
     check_library()
     rule, settings = cast(Gaussian, config.components.rule), config.privacy
     cohort, draw = config.train.cohort_size(clients), config.train.draw
     delta = float(max(clients, 2) ** -1.1) if settings.delta is None else settings.delta
     mechanism = Mechanism(clients, cohort, draw, rule.noise or 0.0, delta)
-    return mechanism if rule.epsilon is None else mechanism.calibrate(rule.epsilon, config.train.rounds)
+    if rule.epsilon is not None:
+        mechanism = mechanism.calibrate(rule.epsilon, config.train.rounds)
+    rule.split_noise(mechanism.noise, cohort)  # rejects too little noise in an adaptive clip
+    return mechanism
 
 
 def count_parameters(config: Config, clients: Clients) -> int:
@@ -148,7 +155,7 @@ class PrivateRun:
             rounds = None  # train.rounds ends the training first
         return cls(mechanism, key, secret, settings.metrics == "outside", rounds)
 
-    def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> tuple[Update, Metrics]:
+    def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> NoisySum:
         """Add up a round's updates with noise. Further computations with the sum keep the guarantee.
 
         Args:
@@ -157,13 +164,24 @@ class PrivateRun:
             state: State before the round.
 
         Returns:
-            The noisy sum, and the rule's metrics if ``privacy.metrics`` records metrics of clients.
+            The noisy sum. Its metrics are empty unless ``privacy.metrics`` records metrics of clients, except for the clip of the
+            round (``gaussian/clip``) if it is adaptive. It depends on noisy counts only.
         """
         normals = functools.partial(self.key.normals, state.round_index, "noise")
-        summed, metrics = rule.sum_privately(
-            updates, state.tensors, self.mechanism.cohort, self.mechanism.noise, normals
-        )
-        return summed, metrics if self.outside else {}
+        clip = float(state.tensors[_CLIP]["clip"]) if _CLIP in state.tensors else None
+        of_run = self.mechanism
+        summed = rule.sum_privately(updates, state.tensors, of_run.cohort, of_run.noise, normals, clip)
+        metrics: Metrics = dict(summed.metrics) if self.outside else {}
+        if isinstance(rule.clip, AdaptiveClip):
+            metrics["gaussian/clip"] = Ratio(rule.first_clip if clip is None else clip, 1)
+        return dataclasses.replace(summed, metrics=metrics)
+
+    def keep_clip(self, rule: Gaussian, summed: NoisySum, state: State) -> State:
+        """Store the clip of the next round in the state, if it changes from round to round."""
+        if not isinstance(rule.clip, AdaptiveClip):
+            return state
+        clip = {"clip": torch.tensor(summed.clip, dtype=torch.float32)}
+        return dataclasses.replace(state, tensors={**state.tensors, _CLIP: clip})
 
     def describe(self, rounds: int, epsilon: float) -> str:
         """Describe the guarantee after a number of rounds."""
@@ -204,10 +222,10 @@ def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
     Raises:
         RunDirectoryError: A value is missing or of a wrong type.
     """
-    try:
+    with translate_failures(
+        lambda reason: RunDirectoryError(f"run.json: the group privacy is damaged ({reason}). Restore it from a copy")
+    ):
         kinds = {field.name: type(stored[field.name]) for field in dataclasses.fields(Mechanism)}
         if kinds != {"clients": int, "cohort": int, "draw": str, "noise": float, "delta": float}:
             raise ValueError("a value has a wrong type")
         return Mechanism(**{name: stored[name] for name in kinds})
-    except (KeyError, ValueError) as error:
-        raise RunDirectoryError(f"run.json: the group privacy is damaged ({error}). Restore it from a copy") from error

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
+from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest, translate_failures
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
@@ -86,11 +86,8 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
 
 
 def _read(path: Path, before: str, after: str) -> Any:
-    try:
+    with translate_failures(lambda reason: ConfigError(f"{before}{reason}{after}")):
         return read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{before}{reason}{after}") from error
 
 
 def _read_groups(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from raydfl.controls import Control
-from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
 from raydfl.core.files import write_durably
 from raydfl.core.metrics import base_name
 from raydfl.core.version import __version__
@@ -243,7 +243,11 @@ def load_result(path: Path) -> RunResult:
     Raises:
         RunDirectoryError: The file is damaged.
     """
-    try:
+    with translate_failures(
+        lambda reason: RunDirectoryError(
+            f"{path} is damaged ({reason}). Restore it from a copy, or remove it to repeat the run."
+        )
+    ):
         values = json.loads(path.read_text(encoding="utf-8"))
         known = {item.name for item in fields(RunResult)}
         result = RunResult(**{key: value for key, value in values.items() if key in known})
@@ -251,10 +255,6 @@ def load_result(path: Path) -> RunResult:
             name: [(int(at), math.nan if value is None else float(value)) for at, value in points]
             for name, points in result.scores.items()
         }
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise RunDirectoryError(
-            f"{path} is damaged ({error}). Restore it from a copy, or remove it to repeat the run."
-        ) from error
     return RunResult(**{**{item.name: getattr(result, item.name) for item in fields(RunResult)}, "scores": scores})
 
 

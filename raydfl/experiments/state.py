@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from raydfl.core.errors import RunDirectoryError
+from raydfl.core.errors import RunDirectoryError, translate_failures
 from raydfl.core.files import write_durably
 from raydfl.experiments.records import write_result
 from raydfl.experiments.study import Study, Trial, distinct
@@ -48,14 +48,14 @@ class StudyState:
             RunDirectoryError: The file is damaged.
         """
         path = study.output("-trials.json")
-        try:
+        with translate_failures(
+            lambda _: RunDirectoryError(
+                f"{path} is damaged. Restore it from a copy, or remove it to train stopped trials again."
+            )
+        ):
             values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             trials = {str(name): TrialState(**trial) for name, trial in values.get("trials", {}).items()}
             return cls(study, trials, values.get("mlflow"))
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise RunDirectoryError(
-                f"{path} is damaged. Restore it from a copy, or remove it to train stopped trials again."
-            ) from error
 
     def write(self) -> None:
         """Write the state durably.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 import safetensors.torch
 import torch
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, first_line, nearest, translate_failures
+from raydfl.core.files import open_regular
 from raydfl.core.options import explain
 from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
@@ -214,11 +213,11 @@ def _rename(tensors: Mapping[str, Tensor], init_from: InitFrom, where: str) -> d
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:
     """Read all tensors of a file by name. Tensors in groups of a checkpoint are named ``group/name``."""
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(16)
-    except OSError as error:
-        raise ConfigError(f"{where}: {file} cannot be read: {error.strerror}") from error
+    with (
+        translate_failures(lambda reason: ConfigError(f"{where}: {file} cannot be read: {reason}")),
+        open_regular(file) as opened,
+    ):
+        head = opened.read(16)
     if not head:
         raise ConfigError(f"{where}: {file} is empty. Download it again.")
     kind = "checkpoint" if head[:2] in (b"PK", b"\x80\x02") else "safetensors" if head[8:9] == b"{" else ""
@@ -236,27 +235,24 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
 
 
 def _read_safetensors(file: Path, where: str) -> dict[str, Tensor]:
-    try:
+    with translate_failures(
+        lambda reason: ConfigError(f"{where}: {file} is a damaged safetensors file: {reason}. Download it again.")
+    ):
         return safetensors.torch.load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {file} is a damaged safetensors file: {error}. Download it again.") from error
 
 
 def _read_checkpoint(file: Path, where: str) -> dict[str, Tensor]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+    def make_error(reason: str) -> ConfigError:
+        unsafe = re.search(r"GLOBAL (\S+)", reason)
         if unsafe is None:
-            raise ConfigError(f"{where}: {file} is a damaged checkpoint. Download it again.") from error
-        raise ConfigError(
+            return ConfigError(f"{where}: {file} is a damaged checkpoint ({first_line(reason)}). Download it again.")
+        return ConfigError(
             f"{where}: {file} contains more than tensors: reading it would load {unsafe[1]} and could execute code. Save only the "
             f"tensors, with torch.save(network.state_dict(), FILE)."
-        ) from error
-    except Exception as error:  # truncated zip files and pickles raise many kinds of exceptions
-        raise ConfigError(
-            f"{where}: {file} is a damaged checkpoint ({type(error).__name__}). Download it again."
-        ) from error
+        )
+
+    with translate_failures(make_error):
+        content = torch.load(file, map_location="cpu", weights_only=True)
     tensors: dict[str, Tensor] = {}
 
     def collect(value: Any, path: str) -> None:

@@ -25,18 +25,20 @@ from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 from raydfl.rules._rule import Aggregate, Rule, Selection, TwoPassRule
 from raydfl.rules._weights import read_weight
-from raydfl.rules.gaussian import Gaussian
+from raydfl.rules.gaussian import AdaptiveClip, Gaussian, NoisySum
 from raydfl.rules.lpa import LayerwisePruning
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
 
 __all__ = [
     "RULES",
+    "AdaptiveClip",
     "Aggregate",
     "CollectingRule",
     "Gaussian",
     "Group",
     "LayerwisePruning",
+    "NoisySum",
     "RobustRule",
     "Rule",
     "Selection",

@@ -5,6 +5,14 @@ with the estimator of fixed denominator:
 
     w <- w + (sum of delta_k min(1, clip / ||delta_k||) + z) / cohort,      delta_k = w_k - w,      z ~ N(0, (noise clip)^2 I)
 
+The clip may follow a quantile of the norms: G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy, Differentially Private Learning
+with Adaptive Clipping, NeurIPS 2021, algorithm 1 and theorem 1:
+
+    b    <- 1/2 + (sum of (1[||delta_k|| <= clip] - 1/2) + N(0, sigma^2)) / cohort
+    clip <- clip exp(-rate (b - quantile)),      z ~ N(0, (noise' clip)^2 I),      noise' = (noise^-2 - (2 sigma)^-2)^(-1/2)
+
+With ``noise'`` in the sum and ``sigma`` in the count, a round has the guarantee of ``noise`` alone.
+
 The cohort is the expected number of clients, a constant. Leaving out any client moves the sum by at most ``clip``, and replacing
 it by at most ``2 clip``. Dividing by the number of arrived clients would break this bound.
 """
@@ -22,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.errors import ConfigError, RaydflError
+from raydfl.core.settings import StrictTypes
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 from raydfl.rules._changes import ServerTensors
@@ -36,6 +45,41 @@ Normals = Callable[[int], np.ndarray]
 """Function from a size to independent standard normal numbers, float64 [size]."""
 _STRIP = 8192
 """Elements of a change within the first-level cache as float64."""
+
+
+@dataclass(frozen=True)
+class AdaptiveClip(StrictTypes):
+    """Clip that follows a quantile of the norms of the clients' changes."""
+
+    start: Annotated[float, Field(gt=0, description="Clip of the first round.")]
+    quantile: Annotated[
+        float, Field(gt=0, lt=1, description="Fraction of the clients whose changes are not clipped.")
+    ] = 0.5
+    rate: Annotated[float, Field(gt=0, description="Step size of the logarithm of the clip.")] = 0.2
+    noise: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Standard deviation of the noise in the number of clients without clipping. It exceeds half of the rule's "
+            "noise. null: train.cohort / 20.",
+        ),
+    ] = None
+
+    def count_noise(self, cohort: int) -> float:
+        """Return the standard deviation of the noise in the count."""
+        return cohort / 20 if self.noise is None else self.noise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoisySum:
+    """Noisy sum of a round."""
+
+    update: Update
+    """Partial sum over the expected cohort (:attr:`raydfl.Update.senders`)."""
+    metrics: Metrics
+    """``gaussian/clipped`` (clipped clients) and ``gaussian/norm`` (mean norm of the changes), outside the guarantee."""
+    clip: float
+    """Clip of the next round."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +99,10 @@ class Gaussian(UniformMean):
     """The only entry of the server's state that clients may update."""
 
     clip: Annotated[
-        float,
+        Annotated[float, Field(gt=0, allow_inf_nan=True)] | AdaptiveClip,
         Field(
-            gt=0,
-            allow_inf_nan=True,
-            description="Maximum Euclidean norm of a client's change. .inf: no clipping, only without noise.",
+            description="Maximum Euclidean norm of a client's change. .inf: no clipping, only without noise. {start: 1.0}: the "
+            "clip follows a quantile of the norms, with the options quantile, rate and noise.",
         ),
     ] = 1.0
     noise: Annotated[
@@ -107,6 +150,34 @@ class Gaussian(UniformMean):
                 f"model with group normalisation, or the method fedbn"
             )
 
+    @property
+    def first_clip(self) -> float:
+        """Clip of the first round."""
+        return self.clip.start if isinstance(self.clip, AdaptiveClip) else self.clip
+
+    def split_noise(self, noise: float, cohort: int) -> tuple[float, float]:
+        """Divide the noise of a round between the sum and the count of clients without clipping.
+
+        Args:
+            noise: Noise multiplier of the round.
+            cohort: Expected number of clients.
+
+        Returns:
+            The noise multiplier of the sum, and the standard deviation of the noise in the count (0: the clip is constant).
+
+        Raises:
+            ConfigError: The noise of the count alone reveals more than ``noise`` allows.
+        """
+        if not isinstance(self.clip, AdaptiveClip) or not noise:
+            return noise, 0.0
+        count = self.clip.count_noise(cohort)
+        if 2 * count <= noise:
+            raise ConfigError(
+                f"method.rule.clip.noise: {count:g} is at most half of the noise multiplier {noise:.4g}, so the count of clients "
+                f"without clipping reveals more than the whole round may. Set it above {noise / 2:.4g}"
+            )
+        return (noise**-2 - (2 * count) ** -2) ** -0.5, count
+
     def sum_privately(
         self,
         updates: Iterable[Update],
@@ -114,7 +185,8 @@ class Gaussian(UniformMean):
         cohort: int,
         noise: float,
         normals: Normals,
-    ) -> tuple[Update, Metrics]:
+        clip: float | None = None,
+    ) -> NoisySum:
         """Add up the clipped updates of a round, and add the noise.
 
         Args:
@@ -123,20 +195,20 @@ class Gaussian(UniformMean):
             cohort: Expected number of clients.
             noise: Noise multiplier.
             normals: Source of the noise.
+            clip: Clip of the round; ``None``: of the first round.
 
         Returns:
-            A partial sum over ``cohort`` clients (:attr:`raydfl.Update.senders`), for :meth:`__call__`. Clients that are missing
-            count as clients without a change. Also the metrics ``gaussian/clipped`` (clipped clients) and ``gaussian/norm`` (mean
-            norm of the changes), which are outside the guarantee.
+            The sum over ``cohort`` clients, for :meth:`__call__`. Clients that are missing count as clients without a change.
 
         Raises:
             RaydflError: An update is for an unexpected key, does not fit the server's tensors, or has an invalid weight.
         """
+        clip = self.first_clip if clip is None else clip
         base = ServerTensors(current)
         lengths: list[float] = []
         factors: list[float] = []
 
-        def clip(updates: Iterable[Update]) -> Iterator[Update]:
+        def clip_changes(updates: Iterable[Update]) -> Iterator[Update]:
             for update in updates:
                 if update.key != self.key:
                     raise RaydflError(
@@ -144,21 +216,27 @@ class Gaussian(UniformMean):
                     )
                 whole = fill_cuts(update, current[self.key])
                 lengths.append(_measure_change(whole, base))
-                factors.append(float(clip_factors(np.array(lengths[-1:]), self.clip)[0]))
+                factors.append(float(clip_factors(np.array(lengths[-1:]), clip)[0]))
                 # A factor on the weight is exact, whereas a float32 model with a scaled change would exceed the norm slightly.
                 yield dataclasses.replace(whole, weight=scale_weight(self._effective_weight(whole.weight), factors[-1]))
 
         layout = Layout.from_tensors(current[self.key])
-        sums = WeightedMean().sum_updates(clip(updates), {self.key: layout})
+        sums = WeightedMean().sum_updates(clip_changes(updates), {self.key: layout})
         total = _fill_missing(sums, layout, flatten_current(current[self.key], layout), cohort)
+        of_sum, of_count = self.split_noise(noise, cohort)
+        drawn = normals(layout.size + (of_count > 0)) if noise else np.zeros(0)
         if noise:
-            total += noise * self.clip * normals(layout.size)
+            total += of_sum * clip * drawn[: layout.size]
+        if isinstance(self.clip, AdaptiveClip):
+            count = sum((length <= clip) - 0.5 for length in lengths) + of_count * float(sum(drawn[layout.size :]))
+            clip *= math.exp(-self.clip.rate * (0.5 + count / cohort - self.clip.quantile))
         metrics: Metrics = {
             "gaussian/clipped": Ratio(sum(factor < 1 for factor in factors), len(factors)),
             "gaussian/norm": Ratio(sum(lengths), len(lengths)),
         }
         senders = dict.fromkeys(layout.names, cohort)
-        return Update(FlatTensors(layout, total), float(cohort), key=self.key, senders=senders), metrics
+        update = Update(FlatTensors(layout, total), float(cohort), key=self.key, senders=senders)
+        return NoisySum(update, metrics, clip)
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None

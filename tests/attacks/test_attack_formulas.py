@@ -13,6 +13,7 @@ from scipy import optimize, stats
 from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates
 from raydfl.attacks.alie import ALIE, largest_z
 from raydfl.attacks.backdoor import Backdoor
+from raydfl.attacks.canary import Canary, draw_direction
 from raydfl.attacks.free_rider import FreeRider
 from raydfl.attacks.gaussian_noise import GaussianNoise
 from raydfl.attacks.ipm import IPM
@@ -21,6 +22,7 @@ from raydfl.attacks.min_max import MinMax
 from raydfl.attacks.min_sum import MinSum
 from raydfl.attacks.scaling import Scaling
 from raydfl.attacks.sign_flip import SignFlip
+from raydfl.core.seeds import generator
 from raydfl.core.types import Update
 from raydfl.engine.adversary import Adversary
 from raydfl.rules import WeightedMean
@@ -185,6 +187,14 @@ def test_noise_differs_between_clients_and_rounds_and_is_reproducible() -> None:
     np.testing.assert_array_equal(first, send_updates(GaussianNoise(), values, "ab", current))
     assert (first[0] != first[1]).all()
     assert (first[0] != send_updates(GaussianNoise(), values, "ab", current, round_index=1)[0]).all()
+
+
+def test_a_canary_sends_the_same_direction_in_every_round() -> None:
+    values, current = np.ones((2, 3000), np.float32), np.full(3000, 7, np.float32)
+    first, later = (send_updates(Canary(length=0.5), values, "ab", current, round_index=index) for index in (0, 5))
+    np.testing.assert_array_equal(first, later)
+    np.testing.assert_allclose(np.linalg.norm(first - current, axis=1), 0.5, rtol=1e-4)
+    np.testing.assert_allclose(first[0] - 7, 0.5 * draw_direction(3000, generator(1, 0, "a", "attack")), atol=1e-6)
 
 
 def test_free_rider_noise_is_normal() -> None:

@@ -73,6 +73,7 @@ def test_the_list_of_attacks_is_complete() -> None:
     assert set(ATTACKS) == {
         "alie",
         "backdoor",
+        "canary",
         "corrupt_recordings",
         "free_rider",
         "gaussian_noise",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from commands import Raydfl, write_config
 from helpers import known
@@ -17,6 +20,7 @@ from helpers import known
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.data.population_folder import digest_file, map_table, write_table
 from raydfl.engine import RoundReport
 from raydfl.engine.config import Config
 from raydfl.engine.overrides import apply_overrides
@@ -578,3 +582,25 @@ def test_json_of_a_run_may_contain_entries_of_later_versions(raydfl: Raydfl, run
     about = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**about, "more": 1}))
     assert raydfl("resume", run_dir).code == 0
+
+
+@pytest.mark.parametrize("command", ["resume", "predict", "explain", "report"])
+def test_a_population_with_offsets_outside_the_file_is_rejected(raydfl: Raydfl, run_dir: Path, command: str) -> None:
+    """Its digests match, so only a check of all values finds them. Without it, Arrow reads outside the file."""
+    path = run_dir / "population" / "clients.arrow"
+    table = map_table(path)
+    offsets = np.full(table.num_rows + 1, 1 << 40, np.int64)
+    offsets[[0, -1]] = 0, 1  # the writer checks these
+    bad = pa.LargeStringArray.from_buffers(table.num_rows, pa.py_buffer(offsets), pa.py_buffer(b"x"))
+    write_table(table.set_column(table.schema.get_field_index("client"), "client", bad), path)
+    facts = run_dir / "population" / "population.json"
+    stored = json.loads(facts.read_text())
+    described = json.loads(stored["facts"])
+    described["files"]["clients.arrow"] = [path.stat().st_size, digest_file(path)]
+    text = json.dumps(described)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    facts.write_text(json.dumps({"facts": text, "digest": digest}))
+    arguments = [run_dir / "population"] if command == "predict" else []
+    raydfl(command, run_dir, *arguments).refuses(
+        r"clients\.arrow: is missing or damaged: .*offset", "Restore it from a copy"
+    )

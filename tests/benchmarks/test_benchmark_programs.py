@@ -49,6 +49,7 @@ SMALLEST = {
     "scale": "jobs/tiny.yaml train.rounds=1 run.dir={runs} track.mlflow=false",
     "scaling": "cohort --methods fedavg --turns 1 --rounds 1",
     "server": "--clients 3 --parameters 5000 --repeats 1",
+    "site_policy": "--rounds 1 --turns 1",
     "study_tables": "--check",
     "trials": "--trials 2 --actors 0 --rounds 1",
     "trivial_detectors": "--ids 1 --clips 3",

@@ -32,6 +32,7 @@ def describe(root: Path, counts: dict[str, int], seconds: list[float]) -> str:
         ({"no": 4, "yes": 7}, "slightly uneven: yes has 7 clips, no has 4"),
         ({"no": 20, "yes": 4}, "balance uneven: no has 20 clips, yes has 4"),
         ({"no": 44, "yes": 4}, "very uneven: no has 44 clips, yes has 4; always answering 'no' is right for 92%"),
+        ({"no": 5, "yes": 5}, "even: each class has 5 clips; a constant answer is right for 50% of the clips"),
         ({"no": 8}, "balance a single class"),
     ],
 )

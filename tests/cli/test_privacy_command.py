@@ -1,7 +1,8 @@
-"""The command ``raydfl privacy``. Oracle: the accounting."""
+"""The commands ``raydfl privacy`` and ``raydfl audit``. Oracles: the accounting, and a run without its promised noise."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from commands import Raydfl, write_config
 
 from raydfl.engine.accounting import Mechanism
 from raydfl.engine.config import Config
+from raydfl.runs import Progress, run
 
 Tiny = Callable[..., Config]
 
@@ -31,3 +33,57 @@ def test_the_epsilon_of_each_noise_is_printed_before_any_training(tiny: Tiny, tm
 
 def test_a_configuration_without_noise_is_rejected(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
     raydfl("privacy", write_config(tiny(), tmp_path)).refuses("method.rule: WeightedMean gives no differential privacy")
+
+
+CANARIES = (
+    "data.speakers=14",
+    "data.takes=1",
+    "train.cohort=6",
+    "train.clients={draw: poisson}",
+    "attack={name: canary, clients: 10, length: 0.5}",
+    "evaluate={every: 9, clients: none}",
+)
+
+
+def _rule(noise: float) -> str:
+    return f"method.rule={{name: gaussian, clip: 0.5, noise: {noise}}}"
+
+
+def test_a_run_with_its_promised_noise_passes_the_audit(tiny: Tiny, raydfl: Raydfl) -> None:
+    pytest.importorskip("dp_accounting")
+    run_dir = run(tiny(*CANARIES, _rule(2.0)), Progress("quiet")).run_dir
+    result = raydfl("audit", str(run_dir))
+    assert result.code == 0, result.err
+    assert result.out.startswith("promised: epsilon ")
+    assert "not violated: the lower bound" in result.out
+    values = json.loads(raydfl("audit", str(run_dir), "--json").out)
+    assert values["canaries"]["lower_bound"] <= values["promised"]
+    assert len(values["canaries"]["cosines"]) == len(values["control"]["cosines"]) == 10
+
+
+def test_a_run_without_its_promised_noise_fails_the_audit_with_exit_code_1(tiny: Tiny, raydfl: Raydfl) -> None:
+    pytest.importorskip("dp_accounting")
+    run_dir = run(tiny(*CANARIES, _rule(0)), Progress("quiet")).run_dir
+    about = json.loads((run_dir / "run.json").read_text())
+    about["privacy"]["noise"] = 2.0
+    (run_dir / "run.json").write_text(json.dumps(about))
+    result = raydfl("audit", str(run_dir))
+    assert result.code == 1
+    assert "violated: the lower bound" in result.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((), "has no differential privacy to audit"),
+        ((_rule(2.0), *CANARIES, "attack=null"), "the run has no canaries. Train it with attack='{name: canary"),
+        ((_rule(2.0), *CANARIES, "attack.clients=9"), "9 canaries are too few"),
+        ((_rule(2.0), *CANARIES, "attack.draw=round"), "the canaries must be the same clients in all rounds"),
+    ],
+)
+def test_a_run_that_cannot_be_audited_is_rejected(
+    tiny: Tiny, raydfl: Raydfl, settings: tuple[str, ...], message: str
+) -> None:
+    pytest.importorskip("dp_accounting")
+    run_dir = run(tiny(*settings, "train.rounds=1"), Progress("quiet")).run_dir
+    raydfl("audit", str(run_dir)).refuses(message)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from raydfl.cluster import actors
+from raydfl.cluster import actors, nodes
 from raydfl.cluster import pool as ray_pool
 from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.pool import RayPool
@@ -70,7 +70,16 @@ class Actor:
         node.actors.append(self)
         self.first.at, self.first.value = now + START, (node.name, node.fallback)
         self.idle_at = now + START
-        if node.broken is not None:
+        if isinstance(node.broken, ImportError):
+            cause = RayTaskError(
+                "__init__",
+                f"Traceback (most recent call last):\nImportError: {node.broken}",
+                node.broken,
+                pid=1,
+                ip=node.name,
+            )
+            self.first.error = ActorDiedError(cause)
+        elif node.broken is not None:
             self.first.error = RayTaskError("ready", "", node.broken)
 
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
@@ -109,6 +118,7 @@ class FakeCluster:
         self.nodes_for: SuitableNodes | None = None
         for name in ("wait", "get", "put", "kill", "available_resources", "get_runtime_context"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
+        monkeypatch.setattr(nodes, "list_addresses", lambda: {n.name: n.name for n in self.nodes if n.alive})
         monkeypatch.setattr(actors, "list_alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
         monkeypatch.setattr(actors, "time", self)
         monkeypatch.setattr(ray_pool, "time", self)

@@ -223,6 +223,28 @@ def test_a_node_that_joins_and_cannot_open_the_run_is_not_used(
         carry_out(pool, [1.0])
 
 
+def test_a_node_that_joins_without_raydfl_is_not_used(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
+    cluster.join("a", 1)
+    cluster.nodes_for = make_nodes("a")
+    pool = open_pool(cluster, actors=2, min_actors=1, ready_timeout=100.0)
+    for name in ("10.0.0.2", "10.0.0.22"):
+        cluster.at(6.0, lambda name=name: cluster.join(name, 1, broken=ImportError("No module named 'raydfl'")))
+    cluster.at(20.0, lambda: cluster.join("c", 1))
+    carry_out(pool, [1.0] * 100)
+    reason = "a client actor failed to start: ImportError: No module named 'raydfl'"
+    assert caplog.messages == [f"A new node is not used: {reason}"] * 2
+    assert [actor.node.name for actor in cluster.actors if actor.node] == ["a", "10.0.0.2", "10.0.0.22", "c"]
+    assert pool.count_workers() == 2
+
+
+def test_a_node_of_the_start_without_raydfl_ends_the_run(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    cluster.join("new", 1, broken=ImportError("No module named 'raydfl'"))
+    cluster.nodes_for = make_nodes("a", "new")
+    with pytest.raises(ResourcesError, match="a client actor failed to start"):
+        open_pool(cluster, actors=2)
+
+
 def test_a_node_of_the_start_that_cannot_open_the_run_ends_it(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     cluster.join("old", 1, broken=ResourcesError("node old: raydfl 0.0 instead of 0.1"))

@@ -55,7 +55,7 @@ def fail(kind: str) -> Any:
 ENDS = {
     "exception": "exception.bin: cannot be read: by zero",
     "system": "system.bin: cannot be read: Permission denied",
-    "memory": "memory.bin: cannot be read: it needs more memory than the limit of [0-9.]+ GiB",
+    "memory": "memory.bin: cannot be read: it needs more memory than is available",
     "signal": "signal.bin: its reader was ended by SIGSEGV, so the file is probably damaged",
     "killed": "killed.bin: its reader was ended by SIGKILL, often for lack of memory",
     "exit": "exit.bin: its reader ended with exit code 3",
@@ -193,3 +193,41 @@ def test_reading_names_the_file_in_this_process_too() -> None:
 def test_partial_functions_and_empty_lists_are_mapped() -> None:
     assert list(map_isolated(functools.partial(max, 3), [1, 5], ["a", "b"])) == [3, 5]
     assert list(map_isolated(abs, [], [])) == []
+
+
+def test_a_helper_is_started_once_in_the_background_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_NEW", "3")
+    call_isolated(abs, -1, where="id")  # Ends a helper with another environment.
+    (helper,) = isolation._idle
+    isolation.start_helper(make_values)
+    assert isolation._idle == [helper]
+    isolation._end_helpers()
+    isolation.start_helper(make_values)
+    (helper,) = isolation._idle
+    assert call_isolated(list_modules, where="modules")[__name__]
+    assert isolation._idle == [helper]
+
+
+def test_a_started_helper_may_have_ended_before_the_first_call() -> None:
+    isolation._end_helpers()
+    isolation.start_helper(make_values)
+    helper = isolation._idle[0]._process.pid
+    os.kill(helper, signal.SIGKILL)
+    assert ends_within(helper, 5)
+    assert call_isolated(abs, -1, where="id") == 1
+
+
+def list_modules() -> Any:
+    pa.array(["text"])
+    return {name: name in sys.modules for name in (__name__, "pandas", "torch")}
+
+
+def test_a_helper_for_data_sets_has_neither_pandas_nor_pytorch() -> None:
+    """Their imports would take most of its start."""
+    from raydfl.data import start_reader
+
+    isolation._end_helpers()
+    start_reader()
+    loaded = call_isolated(list_modules, where="modules")
+    assert not loaded["pandas"]
+    assert not loaded["torch"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydfl.cli.proposal import STARTS, find_proposal, propose
+from raydfl.cli.proposal import find_proposal, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
 from raydfl.data import Assignment, assign_clips, list_clips
@@ -101,16 +101,62 @@ def test_proposals_fit_and_their_yaml_and_command_agree(tmp_path: Path, case: st
     assert 1 <= from_command.train.cohort_size(len(clients)) <= len(clients)
 
 
-def test_training_settings_are_copied_from_the_most_similar_run(tmp_path: Path) -> None:
-    """A recorded run has the same sixty clients with 45 clips."""
-    files = [f"{number % 10}/s{number % 75}_{number}.wav" for number in range(75 * 45)]
+@pytest.mark.parametrize(
+    ("clients", "clips", "expected"),
+    [(60, 45, (12, 1, 16, 250)), (6, 450, (6, 1, 16, 50)), (4, 5, (4, 2, 4, 25)), (25, 8, (10, 2, 4, 63))],
+)
+def test_rounds_make_fifty_passes(tmp_path: Path, clients: int, clips: int, expected: tuple[int, ...]) -> None:
+    """A fifth of the speakers is held out for the test."""
+    speakers = clients + round(clients / 4)
+    files = [f"{take % 2}/s{speaker}_{take}.wav" for speaker in range(speakers) for take in range(clips)]
     _, config, lines = apply_proposal(configure(tmp_path / "data", files, group_pattern=SPEAKERS))
-    start = next(start for start in STARTS if start.clients == 60)
     train = config.train
-    assert count_clips(config)[0] == [45] * 60
-    assert (train.cohort, train.rounds, train.batch_size, train.local_epochs) == (12, 150, 16, 1)
-    assert train.optimiser.lr == start.lr
-    assert start.what in " ".join(" ".join(lines).split())
+    assert len(count_clips(config)[0]) == clients
+    assert (train.cohort, train.local_epochs, train.batch_size, train.rounds) == expected
+    assert 50 <= train.rounds * expected[0] * expected[1] / clients < 51
+    assert train.optimiser.lr == 0.003
+    assert "about 50 passes" in " ".join(" ".join(lines).split())
+
+
+OWNERS: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
+    "machines": (["fan", "pump", "valve"], ["normal", "abnormal"], {"data.owner_folders": True}),
+    "conditions first": (["normal", "abnormal"], ["fan", "pump"], {"data.group_pattern": "^(?P<group>[^/]+)/"}),
+    "numbered speakers": (["speaker1", "speaker2"], ["yes", "no", "stop"], {"data.owner_folders": True}),
+    "numbered speakers inside": (["yes", "no", "stop"], ["s1", "s2"], {"data.group_pattern": "^(?P<group>[^/]+)/"}),
+    "names of speakers": (["anna", "bob", "carl"], ["yes", "no"], {"data.owner_folders": True}),
+    "names of speakers inside": (["yes", "no"], ["anna", "bob"], {"data.group_pattern": "^(?P<group>[^/]+)/"}),
+}
+
+
+@pytest.mark.parametrize("case", OWNERS)
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_a_level_of_folders_has_the_owners(tmp_path: Path, case: str, split: str) -> None:
+    first, second, expected = OWNERS[case]
+    files = [f"{split}{outer}/{inner}/{take}.wav" for outer in first for inner in second for take in range(12)]
+    files += [f"test/{file.removeprefix('train/')}" for file in files] if split else []
+    config = configure(tmp_path, files)
+    proposal = find_proposal(config)
+    assert proposal is not None
+    assert {key: value for key, value in proposal.settings.items() if key in expected} == expected
+    assert ("data.owner_folders" in proposal.settings) != ("data.group_pattern" in proposal.settings)
+    _, proposed, _ = apply_proposal(config)
+    owners, classes = (second, first) if "data.group_pattern" in expected else (first, second)
+    manifest, _ = list_clips(proposed.data, 1)
+    assert set(manifest.column("group").to_pylist()) == set(owners)
+    assert set(manifest.column("label").to_pylist()) == set(classes)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [f"dog/{year}/{take}.wav" for year in (2023, 2024) for take in range(9)],
+        [f"{label}{number}/place{number}/{take}.wav" for label in "ab" for number in range(5) for take in range(3)],
+        ["yes/s1/a.wav", "yes/s2/a.wav", "no/s1/a.wav", "no/s2/a.wav", "no/b.wav"],
+    ],
+)
+def test_folders_below_few_classes_are_no_owners(tmp_path: Path, files: list[str]) -> None:
+    proposal = find_proposal(configure(tmp_path, files))
+    assert proposal is None or not {"data.owner_folders", "data.group_pattern"} & proposal.settings.keys()
 
 
 def test_clips_without_a_speaker_are_dealt_to_speakers(tmp_path: Path) -> None:
@@ -231,7 +277,9 @@ def test_unsuitable_split_settings_are_dropped(tmp_path: Path) -> None:
 def test_a_single_clip_gets_no_proposal(tmp_path: Path) -> None:
     config = configure(tmp_path / "data", ["yes/a.wav"])
     assert find_proposal(config) is None
-    assert "too few" in list(propose(config, ["FILE"]))[-1]
+    *_, reason, command = propose(config, ["FILE", "a={b: c}"])
+    assert "too few" in reason
+    assert command == "next: add clips, then repeat: raydfl data info FILE 'a={b: c}'"
 
 
 def test_missing_recordings_are_reported(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def test_without_clipping_and_noise_a_run_equals_the_uniform_mean_to_the_bit(tin
     assert_same_bits(train_federation(exact), train_federation(plain))
 
 
-@pytest.mark.parametrize("rest", [(), (POISSON, "train.cohort=1")])
+ADAPTIVE = "method.rule.clip={start: 0.5, noise: 1.5}"
+
+
+@pytest.mark.parametrize("rest", [(), (POISSON, "train.cohort=1"), (ADAPTIVE,)])
 def test_a_resumed_run_draws_the_same_noise_and_cohorts(tiny: Tiny, rest: tuple[str, ...]) -> None:
     config = tiny(*NOISY, *rest)
     stop_after(config, 1)

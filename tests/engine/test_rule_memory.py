@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,16 @@ from torch import nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.memory import read_free_memory, read_memory_limit
+from raydfl.data import Population
 from raydfl.engine import rule_memory
+from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.rule_memory import check_rule_memory, compute_update_bytes
+from raydfl.engine.orders import Order
+from raydfl.engine.passes import BlockUpdates, HeldBlocks
+from raydfl.engine.rule_memory import check_rule_memory, compute_kept_bytes, compute_update_bytes
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedper import FedPer
-from raydfl.testing import start_server
+from raydfl.testing import start_server, train_federation
 
 NETWORKS = [((), {"model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))})]
 """6 + 2 weights of the layer; 2 scales, 2 shifts, 2 means and 2 variances of the norm; a counter that is not sent."""
@@ -72,3 +77,29 @@ def test_a_run_prints_the_need_once_before_the_first_round(tiny: Callable[..., C
     with contextlib.closing(server):
         _, (message,), _ = server.open()
         assert re.match(r"rule Median holds all updates of a round at the server: \d+ clients with .* need ", message)
+
+
+KEEPING = ("method={name: fedavg, rule: lpa}", "train.cohort=1.0", "train.block=2")
+
+
+def test_the_kept_updates_are_counted_as_a_worker_keeps_them(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker keeps the updates of all blocks. The oracle adds the bytes of their tensors in a round."""
+    seen: list[int] = []
+    keep = HeldBlocks.keep
+
+    def count(self: HeldBlocks, order: Order, updates: BlockUpdates) -> None:
+        tensors = [tensor for client in updates.clients for update in client for tensor in update.tensors.values()]
+        seen.append(sum(tensor.nbytes for tensor in tensors))
+        keep(self, order, updates)
+
+    monkeypatch.setattr(HeldBlocks, "keep", count)
+    config = tiny(*KEEPING, "train.rounds=1")
+    train_federation(config)
+    clients = Clients(Population.load(next(Path(config.run.dir).iterdir()) / "population"), config)
+    assert len(seen) == math.ceil(len(clients) / 2)
+    for actors, expected in ((1, sum(seen)), (len(seen), max(seen)), (0, 0), ("per_client", 0)):
+        assert compute_kept_bytes(tiny(*KEEPING, f"ray.actors={actors}"), clients) == expected
+    assert compute_kept_bytes(tiny(*KEEPING, "ray.actors=1"), clients, block=1) == 0
+    assert compute_kept_bytes(tiny(*KEEPING, "method.rule=weighted_mean", "ray.actors=1"), clients) == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raydfl.core.cuts import Cut
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.types import Update
-from raydfl.rules import Gaussian, UniformMean, find_rule
+from raydfl.rules import AdaptiveClip, Gaussian, UniformMean, find_rule
 
 SHAPES = {"net/a.weight": (4, 3), "net/a.bias": (4,)}
 
@@ -47,7 +47,7 @@ def draw_update(rng: np.random.Generator, server: Any, number: int) -> Update:
 
 def aggregate(rule: Gaussian, updates: Sequence[Update], server: Any, cohort: int) -> np.ndarray:
     """Return the noisy sum without noise, divided by the cohort: float64 [elements]."""
-    summed, _ = rule.sum_privately(updates, server, cohort, 0.0, np.zeros)
+    summed = rule.sum_privately(updates, server, cohort, 0.0, np.zeros).update
     return np.concatenate([np.ravel(summed.tensors[name]) for name in SHAPES]) / cohort
 
 
@@ -70,10 +70,13 @@ def test_a_client_moves_the_result_by_at_most_the_clipping_norm(seed: int, clien
 def test_the_bound_is_reached() -> None:
     server = {"global": {"net/w": torch.zeros(3)}}
     update = Update({"net/w": torch.tensor([3.0, 0.0, 4.0])}, 7.0, client_id="a")
-    summed, metrics = Gaussian(clip=2.0, noise=0.0).sum_privately([update], server, 4, 0.0, np.zeros)
-    mean = summed.tensors["net/w"].numpy() / 4
+    summed = Gaussian(clip=2.0, noise=0.0).sum_privately([update], server, 4, 0.0, np.zeros)
+    mean = summed.update.tensors["net/w"].numpy() / 4
     np.testing.assert_allclose(mean, [0.3, 0, 0.4], rtol=1e-15)
-    assert {name: metric.value for name, metric in metrics.items()} == {"gaussian/clipped": 1.0, "gaussian/norm": 5.0}
+    assert {name: metric.value for name, metric in summed.metrics.items()} == {
+        "gaussian/clipped": 1.0,
+        "gaussian/norm": 5.0,
+    }
 
 
 @pytest.mark.parametrize("clip", [np.inf, 1e6])
@@ -84,7 +87,7 @@ def test_without_clipping_and_noise_it_equals_the_uniform_mean_to_the_bit(clip: 
         Update(draw_state(rng)["global"], float(rng.integers(1, 9)), client_id=f"c{number}") for number in range(7)
     ]
     rule = Gaussian(clip=clip, noise=0.0)
-    summed, _ = rule.sum_privately(iter(updates), server, 7, 0.0, np.zeros)
+    summed = rule.sum_privately(iter(updates), server, 7, 0.0, np.zeros).update
     result, expected = rule([summed], server).tensors, UniformMean()(iter(updates), server).tensors
     for key, tensors in expected.items():
         assert all(torch.equal(tensor, result[key][name]) for name, tensor in tensors.items())
@@ -95,7 +98,7 @@ def test_a_missing_client_counts_as_one_without_a_change() -> None:
     update = Update({"net/w": torch.tensor([11.0, 20.0])}, 1.0, client_id="a")
     rule = Gaussian(clip=5.0, noise=0.0)
     for updates, expected in (([], [10.0, 20.0]), ([update], [10.25, 20.0]), ([update] * 8, [12.0, 20.0])):
-        summed, _ = rule.sum_privately(updates, server, 4, 0.0, np.zeros)
+        summed = rule.sum_privately(updates, server, 4, 0.0, np.zeros).update
         assert rule([summed], server).tensors["global"]["net/w"].tolist() == expected
 
 
@@ -103,10 +106,44 @@ def test_every_tensor_receives_noise_of_the_stated_deviation() -> None:
     rng = np.random.default_rng(1)
     server = {"global": {"net/w": torch.zeros(200_000), "net/b": torch.zeros(100)}}
     rule, draw = Gaussian(clip=0.5, noise=3.0), lambda size: rng.normal(size=size)
-    summed, _ = rule.sum_privately([], server, 6, 3.0, draw)
+    summed = rule.sum_privately([], server, 6, 3.0, draw).update
     result = rule([summed], server).tensors["global"]
     assert result["net/w"].std().item() == pytest.approx(3.0 * 0.5 / 6, rel=0.01)
     assert result["net/b"].abs().min() > 0
+
+
+def _sum_adaptively(norms: Sequence[float], clip: AdaptiveClip, now: float, cohort: int) -> float:
+    """Return the clip after a round without noise."""
+    server = {"global": {"net/w": torch.zeros(1)}}
+    updates = [Update({"net/w": torch.tensor([norm])}, 1.0, client_id=f"c{index}") for index, norm in enumerate(norms)]
+    return Gaussian(clip=clip, noise=0.0).sum_privately(updates, server, cohort, 0.0, np.zeros, now).clip
+
+
+def test_the_adaptive_clip_by_hand() -> None:
+    """One of three norms is within 2, so the clip grows by exp(-(1/3 - 1/2)) = 1.1814. A missing client counts as a half."""
+    assert _sum_adaptively([1.0, 3.0, 5.0], AdaptiveClip(start=9.0, rate=1.0), 2.0, 3) == pytest.approx(
+        2.3627, abs=1e-4
+    )
+    assert _sum_adaptively([], AdaptiveClip(start=9.0, rate=1.0), 2.0, 3) == 2.0
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+def test_the_adaptive_clip_approaches_the_quantile_of_the_norms(quantile: float) -> None:
+    norms, clip = np.random.default_rng(0).lognormal(size=1001), 0.1
+    for _ in range(100):
+        clip = _sum_adaptively(norms.tolist(), AdaptiveClip(start=1.0, quantile=quantile), clip, 1001)
+    assert np.mean(norms <= clip) == pytest.approx(quantile, abs=0.02)
+
+
+def test_sum_and_count_together_reveal_as_much_as_the_noise_multiplier() -> None:
+    """A client moves the sum by clip, and the count by 1/2. In units of the noise, its vector has length 1 / noise."""
+    rule = Gaussian(clip=AdaptiveClip(start=1.0), noise=1.3)
+    of_sum, of_count = rule.split_noise(1.3, cohort=40)
+    assert of_count == 2.0
+    assert np.hypot(1 / of_sum, 0.5 / of_count) == pytest.approx(1 / 1.3)
+    assert Gaussian(noise=1.3).split_noise(1.3, 40) == (1.3, 0.0)
+    with pytest.raises(ConfigError, match=r"clip.noise: 0.5 is at most half of the noise multiplier 1.3.* above 0.65"):
+        rule.split_noise(1.3, cohort=10)
 
 
 def test_single_updates_and_other_keys_are_rejected() -> None:
@@ -122,6 +159,8 @@ def test_single_updates_and_other_keys_are_rejected() -> None:
     [
         ({"clip": 0}, "clip.*greater than 0"),
         ({"noise": -1}, "noise.*greater than or equal to 0"),
+        ({"clip": {"start": 0}}, "clip.*start.*greater than 0"),
+        ({"clip": {"start": 1, "quantile": 1}}, "quantile.*less than 1"),
         ({"epsilon": 0}, "epsilon.*greater than 0"),
         ({"noise": 0, "epsilon": 8}, r"noise \(0\) and epsilon \(8\) are both set"),
         ({"clip": float("inf"), "noise": 1}, "clip is .inf, so no noise can hide a client"),

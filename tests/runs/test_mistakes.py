@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from commands import Raydfl
+from PIL import Image
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
+from raydfl.runs.report.data import RunRecord
+from raydfl.runs.report.mistakes import show_mistakes
 
 Tiny = Callable[..., Config]
 
@@ -36,6 +39,12 @@ def test_the_report_plays_the_worst_mistakes(raydfl: Raydfl, tiny: Tiny) -> None
     page = (result.run_dir / "report.html").read_text()
     sounds = re.findall(r'<audio controls preload="none" src="data:audio/wav;base64,([^"]+)">', page)
     assert len(sounds) == 12
+    images = re.findall(
+        r'<img width="160" height="48" alt="spectrogram, 0 to [^"]+ kHz, [^"]+ s" src="data:image/png;base64,([^"]+)">',
+        page,
+    )
+    assert len(images) == 12
+    assert all(Image.open(io.BytesIO(base64.b64decode(image))).size == (160, 48) for image in images)
     assert f"{len(wrong)} of 90 test clips have a wrong prediction" in page
     assert "Speakers with the lowest accuracy: " in page
     dataset = config.data.source.open()
@@ -62,6 +71,23 @@ def test_names_in_the_table_are_escaped_and_large_recordings_are_links(
     assert "&lt;b&gt;.wav" in page
     assert "Speakers with the lowest accuracy: &lt;i&gt; 0 % of 1, anna 100 % of 1." in page
     assert "<b>.wav" not in page
+
+
+def test_a_spectrogram_shows_a_tone_at_its_time_and_frequency(tmp_path: Path) -> None:
+    """A tone at half of the highest frequency in the first half of the recording: bright pixels in the middle row, left."""
+    (tmp_path / "mistakes").mkdir()
+    time = np.arange(8000) / 8000
+    soundfile.write(tmp_path / "mistakes/00.wav", np.sin(2 * np.pi * 2000 * time) * (time < 0.5), 8000)
+    (tmp_path / "predictions.csv").write_text(
+        "clip,group,label,predicted,probability,recording\na.wav,,yes,no,0.9,00.wav\n"
+    )
+    section = show_mistakes(RunRecord(tmp_path, {}, {}, {}, {}, {}))
+    (cell,) = [cell for cell in section.rows[0] if "<img" in cell]
+    assert 'alt="spectrogram, 0 to 4 kHz, 1.00 s"' in cell
+    image = Image.open(io.BytesIO(base64.b64decode(re.findall(r"base64,([^\"]+)", cell)[0]))).convert("RGB")
+    brightness = np.asarray(image).astype(int).sum(axis=2)
+    assert abs(int(brightness[:, :70].sum(axis=1).argmax()) - 24) <= 1
+    assert brightness[:, 90:].max() == brightness.min()
 
 
 def test_a_run_without_test_clips_is_reported(raydfl: Raydfl, tiny: Tiny) -> None:

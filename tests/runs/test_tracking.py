@@ -270,6 +270,17 @@ def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
     assert place.tracker().start("r", {}, {}, "0" * 32) != second
 
 
+def test_experiments_open_the_view_of_runs(place: Place) -> None:
+    """A kind set by the user stays."""
+    client = place.client()
+    client.create_experiment("old")
+    client.create_experiment("traces", tags={"mlflow.experimentKind": "genai_development"})
+    kinds = {"new": "custom_model_development", "old": "custom_model_development", "traces": "genai_development"}
+    for name, kind in kinds.items():
+        place.tracker(experiment=name).start("r", {}, {})
+        assert client.get_experiment_by_name(name).tags["mlflow.experimentKind"] == kind
+
+
 def test_deleted_experiment_is_an_error(place: Place) -> None:
     place.tracker(experiment="gone").start("r", {}, {})
     place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.files import content_digest, plain_name, read_regular
+from raydfl.core.errors import ConfigError, first_line, nearest, translate_failures
+from raydfl.core.files import content_digest, plain_name, read_json
 
 _ABOUT, _FRONT_END = "config.json", "preprocessor_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -171,7 +170,12 @@ class EncoderFolder:
         """Load the weights into a class of transformers, and return the network and a report about the weights."""
         import transformers
 
-        try:
+        with translate_failures(
+            lambda reason: ConfigError(
+                f"the weights in {self.path} cannot be read: {first_line(reason)}. Download them again, or restore the model's "
+                f"{_ABOUT}."
+            )
+        ):
             tensors: dict[str, torch.Tensor] = {}
             for file in _weight_files(self.path):
                 tensors |= safetensors.torch.load_file(file)
@@ -186,11 +190,6 @@ class EncoderFolder:
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # rejected by load, by name
                 )
-        except Exception as error:  # a damaged file or an invalid setting can raise anything
-            raise ConfigError(
-                f"the weights in {self.path} cannot be read: {_first_line(error)}. Download them again, or restore the model's "
-                f"{_ABOUT}."
-            ) from error
         return loaded
 
 
@@ -223,13 +222,15 @@ def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     import transformers
 
     family = FAMILIES[kind]
-    try:
+    with (
+        translate_failures(
+            lambda reason: ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} is invalid: {first_line(reason)}")
+        ),
+        _quiet(),
+    ):
         # Given the folder, transformers would read further files, and the digest does not cover them.
-        with _quiet():
-            settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(about), attn_implementation=_ATTENTION)
-            extractor = getattr(transformers, family.extractor).from_dict(dict(front_end))
-    except Exception as error:  # an invalid setting can raise anything in transformers
-        raise ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} is invalid: {_first_line(error)}") from error
+        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(about), attn_implementation=_ATTENTION)
+        extractor = getattr(transformers, family.extractor).from_dict(dict(front_end))
     encoder_folder = EncoderFolder(folder, kind, settings, extractor)
     _check_settings(encoder_folder)
     return encoder_folder
@@ -255,16 +256,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
     """Read a JSON object from a file of the folder."""
-    try:
-        content = json.loads(read_regular(folder / name))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder / name} cannot be read ({error.strerror}). Copy it from the model's repository."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{folder / name} is not valid JSON: {error}. Download it again.") from error
-    except RecursionError as error:
-        raise ConfigError(f"{folder / name} cannot be read: it is nested too deep. Download it again.") from error
+    with translate_failures(
+        lambda reason: ConfigError(f"{folder / name} cannot be read ({reason}). Copy it from the model's repository.")
+    ):
+        content = read_json(folder / name)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{folder / name} must hold an object with settings. Download it again.")
     return content
@@ -336,11 +331,6 @@ def _check_settings(folder: EncoderFolder) -> None:
 def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(map(repr, names[:_LISTED])) + more
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import DataError
+from raydfl.core.errors import DataError, translate_failures
 from raydfl.core.files import (
     CHOOSE_CACHE,
     content_digest,
@@ -148,7 +148,12 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
     Raises:
         DataError: The folder or a file is missing or damaged, or belongs to another store.
     """
-    try:
+    with translate_failures(
+        lambda reason: DataError(
+            f"The cached features in {folder} cannot be used ({reason}). Make them again with `raydfl data prepare FILE`, where "
+            "FILE is the configuration (of a run: its config.yaml)."
+        )
+    ):
         facts = json.loads((folder / "store.json").read_bytes())
         if (facts["format"], facts["key"]) != (FORMAT, folder.name):
             raise ValueError(f"store.json has format {facts['format']} and key {facts['key']}")
@@ -165,12 +170,6 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
             raise ValueError("offsets.npy, lengths.npy and frames.npy do not belong together")
         failures = {int(index): reason for index, reason in facts["failures"].items()}
         return FeatureStore(folder, frames, offsets, lengths, facts["length"], failures)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(
-            f"The cached features in {folder} cannot be used ({reason}). Make them again with `raydfl data prepare FILE`, where "
-            "FILE is the configuration (of a run: its config.yaml)."
-        ) from error
 
 
 def prepare(

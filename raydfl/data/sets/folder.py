@@ -1,14 +1,15 @@
-"""Your own recordings in a folder for each class: ``{class}/.../file``.
+"""Your own recordings in a folder for each class: ``{class}/.../file``, or ``{owner}/{class}/.../file`` with ``owner_folders``.
 
 Folders of the root with the names of splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...) are splits, with
-the folders of the classes inside. Hidden files are ignored, and links to folders are followed. docs/data.md#folder has an
-example.
+the folders of the classes or owners inside. Hidden files are ignored, and links to folders are followed. docs/data.md#folder
+has an example.
 
 All files with an ending known to libsndfile are clips: ``.wav``, ``.flac``, ``.ogg``, ``.oga``, ``.opus``, ``.mp3``, ``.aiff``,
 ``.aif``, ``.au``, ``.caf``, ``.w64`` and rarer endings, with any rate and number of channels. ``raydfl data info``, ``prepare``
 and ``run`` report the remaining files: their number by ending, and the first names. For files that ffmpeg decodes (``.m4a``,
 ``.aac``, ``.wma``, ``.mp4`` ...) the message includes a command for their conversion to wav. A recording in two formats
-(``a.mp3`` and ``a.wav``) counts as two clips; list the files to use in a manifest (docs/data.md#manifest).
+(``a.mp3`` and ``a.wav``) counts as two clips; list the files to use in a manifest (docs/data.md#manifest). In a folder without
+recordings, all videos are clips (extra ``video``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pyarrow as pa
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
@@ -26,6 +27,7 @@ from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, make_layout_error
+from raydfl.data.video import has_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,13 @@ class Folder(Dataset):
             "below the class's folder. null: clips have no owner."
         ),
     ] = None
+    owner_folders: Annotated[
+        bool,
+        Field(
+            description="Whether the folders of the root or of a split are owners (speakers, machines), with the folders of the "
+            "classes inside. Excludes group_pattern."
+        ),
+    ] = False
     split_folders: Annotated[
         bool | None,
         Field(
@@ -64,6 +73,12 @@ class Folder(Dataset):
                 raise ValueError(r"needs a group named group, as in '(?P<group>[^_]+)_\d+'")
         return pattern
 
+    @model_validator(mode="after")
+    def _check_owners(self) -> Folder:
+        if self.owner_folders and self.group_pattern is not None:
+            raise ValueError("group_pattern and owner_folders both set the owners. Remove one")
+        return self
+
     def manifest(self) -> pa.Table:
         """List the clips, with the names of their folders as labels. A message describes the unlisted files.
 
@@ -73,10 +88,15 @@ class Folder(Dataset):
         root = find_root(self.root, self.card)
         files, unlisted = list_recordings(root)
         if not files:
-            error = make_layout_error(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
-            raise DataError(f"{error}. {unlisted}") if unlisted else error
+            videos, rest = list_recordings(root, films=True)
+            if not videos or not has_decoder():
+                error = make_layout_error(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
+                install = "To read the videos, install the extra: pip install 'raydfl[video]'" if videos else ""
+                raise DataError(". ".join(filter(None, [str(error), install, unlisted])))
+            files, unlisted = videos, rest
         splits = self._has_splits({name.split("/")[0] for name in files if "/" in name})
-        depth = 2 if splits else 1
+        above = [*(["split"] if splits else []), *(["owner"] if self.owner_folders else []), "class"]
+        depth = len(above)
         rows = []
         for name in files:
             check_name(name, root)
@@ -85,12 +105,13 @@ class Folder(Dataset):
                 raise make_layout_error(
                     root, self.card, f"{name!r} is outside the folders of the classes; move it into one"
                 )
+            folders = dict(zip(above, parts, strict=False))
             rows.append(
                 {
                     "clip": name,
                     "path": str(root / name),
-                    "label": parts[depth - 1],
-                    "group": self._find_group(parts[depth], name),
+                    "label": folders["class"],
+                    "group": folders.get("owner") or self._find_group(parts[depth], name),
                     "split": self._get_split(parts[0]) if splits else None,
                 }
             )

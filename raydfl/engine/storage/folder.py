@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raydfl.core.errors import InputError, RunDirectoryError
-from raydfl.core.files import plain_name, read_regular, write_durably
+from raydfl.core.errors import InputError, RunDirectoryError, translate_failures
+from raydfl.core.files import plain_name, read_json, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import read_yaml, to_yaml
+from raydfl.data import check_tables
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.storage.trust import check_code
 
 
 def check_begun(run_dir: Path) -> None:
-    """Reject a folder without a prepared run.
+    """Reject a folder without a prepared run, or with a table that crashes its reader.
 
     Raises:
-        RunDirectoryError: The folder is no run directory, or the run stopped before its first round.
+        RunDirectoryError: The folder is no run directory, the run stopped before its first round, or a table is damaged.
     """
     if not run_dir.is_dir():
         raise RunDirectoryError(f"there is no run directory {run_dir}. Give the folder printed by `raydfl run`.")
@@ -31,6 +31,7 @@ def check_begun(run_dir: Path) -> None:
             f"{run_dir} is not a run directory, or the run was interrupted before it began (config.yaml or run.json is missing). "
             f"Start it with: raydfl run"
         )
+    check_tables(run_dir)
 
 
 def read_config(run_dir: Path, trust: bool = False) -> Config:
@@ -58,11 +59,10 @@ def read_config(run_dir: Path, trust: bool = False) -> Config:
 
 def _read_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
-    try:
+    with translate_failures(
+        lambda reason: RunDirectoryError(f"{path} cannot be read: {reason}. Restore it from a copy")
+    ):
         return read_yaml(path, saved=True)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RunDirectoryError(f"{path} cannot be read: {reason}. Restore it from a copy") from error
 
 
 def _load_config(run_dir: Path, trust: bool) -> Config:
@@ -122,8 +122,12 @@ def read_about(run_dir: Path) -> dict[str, Any]:
         RunDirectoryError: The file is missing or damaged.
     """
     path = run_dir / "run.json"
-    try:
-        about = json.loads(read_regular(path))
+    with translate_failures(
+        lambda reason: RunDirectoryError(
+            f"{path} is missing or damaged ({reason}). Restore it from a copy, or restart the run in a new folder"
+        )
+    ):
+        about: dict[str, Any] = read_json(path)
         if not isinstance(about, dict):
             raise ValueError(f"it must hold a group, not {str(about)[:40]!r}")
         missing = [key for key in _ABOUT if key not in about]
@@ -132,11 +136,6 @@ def read_about(run_dir: Path) -> dict[str, Any]:
         check_about(about)
         if about.get("site_key"):
             plain_name(about["site_key"])
-    except (OSError, ValueError, RecursionError) as error:  # deeply nested JSON raises RecursionError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RunDirectoryError(
-            f"{path} is missing or damaged ({reason}). Restore it from a copy, or restart the run in a new folder"
-        ) from error
     return about
 
 

@@ -18,10 +18,9 @@ from typing import IO
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from raydfl.core.errors import RaydflError, ResourcesError, RunDirectoryError
+from raydfl.core.errors import RaydflError, ResourcesError, RunDirectoryError, translate_failures
 from raydfl.core.files import RESUME, make_private_folder, plain_name, sync, writing
 from raydfl.core.remote import RemoteFolder, below
 from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
@@ -162,12 +161,16 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         """
         if not path.exists():
             raise RunDirectoryError(f"{path}, the index of clients' private state, is missing. Restore it from a copy")
-        try:
-            with safetensors.safe_open(path, "numpy") as file:
-                segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
-                index = cls(segments, file.get_tensor("private"))
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise RunDirectoryError(f"{path}, the index of clients' private state, cannot be read: {error}") from error
+        with (
+            translate_failures(
+                lambda reason: RunDirectoryError(
+                    f"{path}, the index of clients' private state, cannot be read: {reason}"
+                )
+            ),
+            safetensors.safe_open(path, "numpy") as file,
+        ):
+            segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
+            index = cls(segments, file.get_tensor("private"))
         if index.file_name != path.name:
             raise RunDirectoryError(
                 f"{path}, the index of clients' private state, is damaged (wrong checksum). Restore it from a copy"

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raydfl.core.errors import RunDirectoryError, first_line
+from raydfl.core.errors import RunDirectoryError, first_line, translate_failures
 from raydfl.core.files import RESUME, remove_parts, write_atomically, writing
 from raydfl.core.metrics import pool, spread, summarise
 from raydfl.core.types import Metrics, Ratio
@@ -260,17 +260,16 @@ def _files(run_dir: Path) -> list[_RowsFile]:
 
 
 def _read(file: _RowsFile, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
-    try:
+    def make_error(reason: str) -> RunDirectoryError:
+        return RunDirectoryError(
+            f"{file.path} is not a readable Parquet file ({first_line(reason)}). Restore it from a copy or move it away. "
+            f"Without it, reports lack its rounds, and nothing else changes"
+        )
+
+    with translate_failures(make_error):
         _check_seal(file.path)
         # The schema fills columns that older versions did not write with null.
         return pq.read_table(file.path, columns=list(columns), filters=where, partitioning=None, schema=SCHEMA)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise RunDirectoryError(
-            f"{file.path} is not a readable Parquet file ({first_line(error)}). Restore it from a copy or move it away. "
-            f"Without it, reports lack its rounds, and nothing else changes"
-        ) from error
 
 
 def _make_filter(file: _RowsFile, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
@@ -303,15 +302,17 @@ def read_rows(
     names = list(columns or SCHEMA.names)
     empty = pa.schema([SCHEMA.field(name) for name in names]).empty_table()
     for _ in range(3):
+        files = [
+            file
+            for file in _files(run_dir)
+            if until_round is None or file.last <= until_round or (file.merged and file.first <= until_round)
+        ]
         try:
-            tables = [
-                _read(file, names, _make_filter(file, until_round, where))
-                for file in _files(run_dir)
-                if until_round is None or file.last <= until_round or (file.merged and file.first <= until_round)
-            ]
+            tables = [_read(file, names, _make_filter(file, until_round, where)) for file in files]
             return pa.concat_tables([empty, *tables])
-        except FileNotFoundError:  # the run has merged the file since the folder was listed
-            continue
+        except RunDirectoryError:
+            if all(file.path.exists() for file in files):  # else the run has merged a file since the folder was listed
+                raise
     raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read. Try again when the run has ended")
 
 

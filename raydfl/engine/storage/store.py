@@ -32,10 +32,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
 from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import has_a_format, to_safetensors
@@ -234,18 +233,14 @@ class RunStore:
         """
         path = self.folder / "commits" / name
         match = _COMMIT.match(name)
-        try:
+        with translate_failures(lambda reason: RunDirectoryError(f"commit {path} cannot be read: {reason}")):
             data = path.read_bytes()
-        except OSError as error:
-            raise RunDirectoryError(f"commit {path} cannot be read: {error.strerror}") from error
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not match its content")
-        try:
+        with translate_failures(lambda reason: RunDirectoryError(f"commit {path} cannot be decoded: {reason}")):
             state, private, base, together, block, begun = _decode(data)
             for file in (*private.segments, *([base] if base else [])):
                 plain_name(file)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
         try:
             older = PrivateIndex.read(self.private_folder / base) if base else None
         except RunDirectoryError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
-from raydfl.core.files import content_digest, read_regular, user_config, write_durably
+from raydfl.core.files import content_digest, read_json, user_config, write_durably
 
 
 def check_code(run_dir: Path, values: Any, trust: bool) -> None:
@@ -36,7 +36,7 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
         approve_code(values)
         return
     try:
-        known = json.loads(read_regular(run_dir / "run.json")).get("code")
+        known = read_json(run_dir / "run.json").get("code")
     except (OSError, ValueError, AttributeError, RecursionError):
         known = None  # another check reports a damaged file
     approved = _read_approved()

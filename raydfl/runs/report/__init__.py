@@ -1,4 +1,4 @@
-"""Reports of runs: a self-contained HTML page about one run or a comparison of several, without scripts or network access."""
+"""Reports of runs: a self-contained HTML page about one run or a comparison of several, without network access."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
+from raydfl.data import check_tables
 from raydfl.engine import Config
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import render_comparison
@@ -74,6 +75,8 @@ def measure_run(folder: Path, config: Config | None = None) -> RunRecord:
         folder: Folder of the run.
         config: Configuration of the run. ``None``: read it from the folder.
     """
+    if config is None:
+        check_tables(folder)
     failure, run = measure_once(folder, config), read_run(folder)
     return dataclasses.replace(run, controls_note=failure) if failure else run
 

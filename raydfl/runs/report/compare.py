@@ -12,10 +12,13 @@ import numpy as np
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, sort_key
-from raydfl.runs.report.figures import Plot, Series, plot_curves
+from raydfl.runs.report.figures import SERIES, Plot, Series, plot_curves
 from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.run import format_cost, list_notes
 from raydfl.runs.report.scores import UNITS, format_model, format_score, format_split, select_curve
+
+_NAMED = 3
+"""Maximum number of names in a label."""
 
 Groups = Mapping[str, Sequence[RunRecord]]
 """Runs grouped by configuration without the seed, by a label of the configuration."""
@@ -48,7 +51,7 @@ def _group_by_configuration(runs: Sequence[RunRecord]) -> Groups:
         key = json.dumps(_select_settings(run), sort_keys=True, default=str) if run.config else str(run.folder)
         by_key.setdefault(key, []).append(run)
     firsts = [members[0] for members in by_key.values()]
-    groups = [(_label_group(members[0], firsts), members) for members in by_key.values()]
+    groups = [(_join_names(members) or _label_group(members[0], firsts), members) for members in by_key.values()]
     for attribute in ("id", "folder"):  # Labels may still be equal, so add the run's id, then its folder.
         labels = [label for label, _ in groups]
         groups = [
@@ -56,6 +59,14 @@ def _group_by_configuration(runs: Sequence[RunRecord]) -> Groups:
             for label, members in groups
         ]
     return dict(groups)
+
+
+def _join_names(runs: Sequence[RunRecord]) -> str:
+    """Return the names of runs if all have a ``run.name``: ``avg-1, avg-2``, or ``avg-1 ... avg-5``. Otherwise return ""."""
+    if any(get_path(run.config, "run.name") is None for run in runs):
+        return ""
+    names = [run.id for run in runs]
+    return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} ... {names[-1]}"
 
 
 def _label_group(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
@@ -75,11 +86,9 @@ def _select_settings(run: RunRecord) -> dict[str, Any]:
 
 
 def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Plot]:
-    """Draw a figure for each score and split. A group's model has the same, unique colour and dashes in all figures."""
-    looks: dict[tuple[str, str], int] = {}
-    for (label, runs), (_, metric) in itertools.product(groups.items(), keys):
-        if any(metric == recorded for run in runs for _, recorded in run.curves):
-            looks.setdefault((label, model_name(metric)), len(looks))
+    """Draw a figure for each score and split. Colours are those of the groups, dashes those of the models."""
+    models = list(dict.fromkeys(model_name(metric) for _, metric in keys))
+    numbers = {label: number for number, label in enumerate(groups)}
     for base, split in itertools.product(UNITS, dict.fromkeys(split for split, _ in keys)):
         series = []
         metrics = [metric for name, metric in keys if name == split and base_name(metric) == base]
@@ -90,13 +99,26 @@ def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Plot]:
             rounds, values, _ = align(selected)
             if len(rounds):  # rounds with measurements of all runs
                 name = f"{label}: {model_name(metric)}" if model_name(metric) else label
-                low, high = (values.min(axis=0), values.max(axis=0)) if len(selected) > 1 else (None, None)
-                look = looks[label, model_name(metric)]
-                series.append(Series(name, rounds, values.mean(axis=0), low, high, look, look))
+                dash = models.index(model_name(metric)) + numbers[label] // len(SERIES) * len(models)
+                dots = values if len(selected) > 1 else None
+                series.append(Series(name, rounds, values.mean(axis=0), None, None, numbers[label], dash, dots))
         if series:
-            caption = "Mean over seeds. Bands: range." if any(item.low is not None for item in series) else ""
+            chance = _find_chance(groups, base, split)
+            captions = ["Mean over seeds. Dots: single seeds."] * any(item.dots is not None for item in series)
+            captions += ["Dotted line: chance."] * (chance is not None)
             title = f"{SCORES[base].title}, {format_split(split)}"
-            yield plot_curves(title, caption, series, UNITS[base], percent=SCORES[base].share)
+            yield plot_curves(title, " ".join(captions), series, UNITS[base], percent=SCORES[base].share, level=chance)
+
+
+def _find_chance(groups: Groups, base: str, split: str) -> float | None:
+    """Return the score of chance on a split, if it is the same in all runs with controls."""
+    values = {
+        control.value
+        for run in itertools.chain(*groups.values())
+        for control in run.controls
+        if control.name == "chance" and (base_name(control.metric), control.split) == (base, split)
+    }
+    return values.pop() if len(values) == 1 else None
 
 
 def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
@@ -105,13 +127,14 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
     always = () if headlines - {"accuracy", "loss"} else ("accuracy", "macro_f1", "loss")
     bases = [base for base in UNITS if base in always or base in measured]
     headline = ", ".join(SCORES[name].title for name in SCORES if name in headlines)
+    bases.sort(key=lambda base: base not in headlines)
     titles = [SCORES[base].title for base in bases]
     rows = (_make_score_rows(groups, key, bases) for key in keys if base_name(key[1]) in headlines)
     return Section(
         "Final scores",
         headings=(
-            *("configuration", "model", "data", "runs", *titles),
-            *(f"{headline}, mean of the last", f"{headline}, worst tenth of clients"),
+            *("run", *titles, "model", "data", "seeds"),
+            *(f"{headline}, mean of the last ten", f"{headline}, worst tenth of clients"),
         ),
         rows=[*itertools.chain.from_iterable(rows), *_make_control_rows(groups, bases)],
         hint="Scores of each run's last measurement. For runs with different seeds: mean (range). Scores measured by clients are "
@@ -134,11 +157,11 @@ def _make_score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator
             score = (source, metric.removesuffix(headline) + base)
             scores.append(_format_range(base, [select_curve(run, score).last for run in runs if score in run.curves]))
         curves = [select_curve(run, key) for run in runs]
-        averaged = "; ".join(dict.fromkeys(curve.tail_text for curve in curves))
+        means = [curve.mean_of_ten for curve in curves if curve.mean_of_ten is not None]
         worst = [run.curves.get((split, f"{metric}_worst_decile")) for run in runs]
         yield [
-            *(label, format_model(metric), format_split(split), str(len(runs)), *scores),
-            f"{_format_range(headline, [curve.tail for curve in curves])} ({averaged})",
+            *(label, *scores, format_model(metric), format_split(split), str(len(runs))),
+            _format_range(headline, means if len(means) == len(runs) else []),
             _format_range(headline, [curve.last for curve in worst if curve is not None]),
         ]
 
@@ -151,7 +174,7 @@ def _make_control_rows(groups: Groups, bases: Sequence[str]) -> Iterator[list[st
             values.setdefault((control.name, run.data, control.metric, control.split), []).append(control.value)
     for (name, data, metric, split), found in values.items():
         cells = [_format_range(base, found) if base == base_name(metric) else "-" for base in bases]
-        yield [f"{name} ({data})", format_model(metric), format_split(split), str(len(found)), *cells, "-", "-"]
+        yield [f"{name} ({data})", *cells, format_model(metric), format_split(split), str(len(found)), "-", "-"]
 
 
 def _format_range(base: str, values: Sequence[float]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +13,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raydfl.controls import Control
-from raydfl.core.errors import ConfigError, RunDirectoryError
-from raydfl.core.files import read_regular
+from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
+from raydfl.core.files import read_json
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import get_path
-from raydfl.core.yaml import parse_yaml
+from raydfl.core.yaml import read_yaml
 from raydfl.engine import TIMELINE
 from raydfl.engine.storage import (
     MetricRow,
@@ -76,6 +75,11 @@ class Curve:
         """The mean of at most the last ten values, without round 0. NaN without values."""
         values = self.trained[-_LAST:]
         return float(values.mean()) if len(values) else float("nan")
+
+    @property
+    def mean_of_ten(self) -> float | None:
+        """The mean of the last ten values, without round 0. ``None`` with fewer values."""
+        return self.tail if len(self.trained) >= _LAST else None
 
     @property
     def tail_text(self) -> str:
@@ -240,8 +244,8 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is not a run directory: it has no config.yaml, run.json or rows/. Give the folder printed by `raydfl run`."
         )
     missing = []
-    config = _read_mapping(folder / "config.yaml", lambda text: parse_yaml(text, "it", saved=True))
-    about = _read_mapping(folder / "run.json", _parse_about)
+    config = _read_mapping(folder / "config.yaml", lambda path: read_yaml(path, saved=True))
+    about = _read_mapping(folder / "run.json", _read_about)
     if not config:
         missing.append("config.yaml is missing, so the configuration is not shown.")
     if not about:
@@ -331,26 +335,24 @@ def _read_client_scores(
     return {key: (last[key], np.array(list(scores.values()), np.float64)) for key, scores in values.items()}
 
 
-def _read_mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+def _read_mapping(path: Path, read: Callable[[Path], Any]) -> Mapping[str, Any]:
     """Read a file with a mapping. A missing file gives an empty mapping."""
-    try:
-        value = parse(read_regular(path).decode())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, ConfigError) as error:  # also for text in another encoding than UTF-8
-        raise RunDirectoryError(
-            f"{path} is damaged: {error}. Restore it from a copy, or move it away to continue without it."
-        ) from error
+    remedy = "Restore it from a copy, or move it away to continue without it."
+    try:
+        with translate_failures(lambda reason: RunDirectoryError(f"{path} cannot be read: {reason}. {remedy}")):
+            value = read(path)
+    except ConfigError as error:
+        raise RunDirectoryError(f"{error}. {remedy}") from error
     if not isinstance(value, Mapping):
         raise RunDirectoryError(f"{path} must contain a mapping, not {type(value).__name__}. Restore it from a copy.")
     return value
 
 
-def _parse_about(text: str) -> Any:
-    """Parse and check the text of run.json."""
-    about = json.loads(text)
+def _read_about(path: Path) -> Any:
+    """Read and check run.json."""
+    about = read_json(path)
     if isinstance(about, Mapping):
         check_about(about)
     return about

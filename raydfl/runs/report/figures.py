@@ -6,9 +6,12 @@ variables (``--series-0`` ..., ``currentColor``), so a figure suits light and da
 
 from __future__ import annotations
 
+import html
 import io
+import itertools
 import logging
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +49,10 @@ SHARES = LinearSegmentedColormap.from_list("shares", [f"{SERIES[0]}00", SERIES[0
 """Colour map of a matrix's cells, from transparent to opaque."""
 _DASHES = ("-", "--", "-.", ":")
 _WIDTH = 6.4  # inches
+_MARKED = 300
+"""Maximum number of points of a curve with markers, which show their values."""
+_LABEL = 80
+"""Longest line of a legend, in letters."""
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -111,6 +118,7 @@ class Plot:
                 figure.supylabel(self.label, fontsize=9)
             handles, labels = axes[0].get_legend_handles_labels()
             if labels:
+                labels = [textwrap.fill(label, _LABEL, drop_whitespace=False) for label in labels]
                 columns = max(1, min(3, len(labels), 100 // (max(map(len, labels)) + 8)))
                 figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         return figure
@@ -132,7 +140,7 @@ class Plot:
         for size in ("width", "height"):
             text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
         text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # HTML needs no namespaces.
-        text = text.replace("xlink:href", "href")
+        text = _add_values(text.replace("xlink:href", "href"), figure)
         text = re.sub(r"font-family: [^;]*; ", "", text)  # Use the page's font.
         used = set(re.findall(r"#([\w.-]+)", text))
         text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
@@ -161,10 +169,18 @@ class Series:
     """Index into :data:`SERIES`, modulo its length."""
     dash: int = 0
     """0 solid, 1 dashed, 2 dash-dotted, 3 dotted."""
+    dots: NDArray[np.float64] | None = None
+    """Values [curves, points] of single runs, drawn as dots."""
 
 
 def plot_curves(
-    title: str, caption: str, series: Sequence[Series], unit: str, percent: bool = False, lowest: float | None = None
+    title: str,
+    caption: str,
+    series: Sequence[Series],
+    unit: str,
+    percent: bool = False,
+    lowest: float | None = None,
+    level: float | None = None,
 ) -> Plot:
     """Return a plot of curves over the rounds.
 
@@ -175,11 +191,14 @@ def plot_curves(
         unit: Label of the y axis with its unit.
         percent: Show y values in 0..1 as per cent.
         lowest: Lower limit of the y axis. ``None`` fits it to the curves.
+        level: Value of a dotted horizontal line. ``None``: no line.
     """
 
     def draw(axes: Axes) -> None:
         plot(axes, series)
         axes.set_ylabel(unit)
+        if level is not None:
+            axes.axhline(level, color=INK, linestyle=":", linewidth=0.9)
         if lowest is not None:
             axes.set_ylim(bottom=lowest)
         label_rounds(axes)
@@ -193,12 +212,16 @@ def plot(axes: Axes, series: Sequence[Series]) -> None:
     """Plot curves with their bands."""
     for item in series:
         colour, dash = SERIES[item.colour % len(SERIES)], _DASHES[item.dash % len(_DASHES)]
-        marker = "o" if len(item.x) <= 30 else None
-        axes.plot(item.x, item.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, markersize=3)
+        marker, size = "o" if len(item.x) <= _MARKED else None, 3 if len(item.x) <= 30 else 1
+        axes.plot(item.x, item.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, markersize=size)
+        axes.lines[-1].set_gid(f"curve-{axes.figure.axes.index(axes)}-{len(axes.lines)}")
         # Matplotlib omits labels with a leading underscore from the legend, so set the label afterwards with a space before it.
         axes.lines[-1].set_label(" " + item.label if item.label.startswith("_") else item.label)
         if item.low is not None and item.high is not None:
             axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
+        if item.dots is not None:
+            x = np.broadcast_to(item.x, item.dots.shape)
+            axes.scatter(x, item.dots, s=6, color=colour, alpha=0.6, linewidths=0)
 
 
 def make_integer_locator(ticks: int = 9) -> MaxNLocator:
@@ -221,6 +244,36 @@ def scale_percent(axes: Axes, series: Sequence[Series]) -> None:
     top = max((float(np.nanmax(item.y)) for item in series if np.isfinite(item.y).any()), default=1.0)
     axes.set_ylim(0, 1.0 if top > 0.5 else None)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+    axes.fmt_ydata = lambda value: f"{100 * value:.1f} %"
+
+
+def _add_values(text: str, figure: Figure) -> str:
+    """Add the values of curves to the markers of an SVG, which browsers show below the pointer.
+
+    Args:
+        text: The SVG.
+        figure: Its figure.
+    """
+    for line in itertools.chain.from_iterable(axes.lines for axes in figure.axes):
+        start = text.find(f'<g id="{line.get_gid()}">')
+        if start < 0 or line.axes is None:
+            continue
+        format_y = line.axes.fmt_ydata or "{:.4g}".format
+        head, rest = text[:start], text[start:]
+        end = rest.index("</g>")
+        points = np.column_stack(line.get_data()).astype(float)
+        points = points[np.isfinite(points).all(axis=1)]
+        uses = re.findall(r'<use [^>]*? x="([^"]*)" y="([^"]*)"', rest[:end])
+        if len(uses) != len(points):  # Matplotlib omits markers outside the figure.
+            continue
+        label = f"{line.get_label()}, {line.axes.get_xlabel()}".strip()
+        targets = (
+            f'<circle cx="{cx}" cy="{cy}" r="6" fill="transparent">'
+            f"<title>{html.escape(f'{label} {x:g}: {format_y(y)}')}</title></circle>"
+            for (cx, cy), (x, y) in zip(uses, points.tolist(), strict=True)
+        )
+        text = head + rest[:end] + "".join(targets) + rest[end:]
+    return text
 
 
 @contextmanager

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
+import soundfile
 from markupsafe import Markup, escape
+from scipy.signal import spectrogram
 
 from raydfl.runs.inference.mistakes import MISTAKES_FOLDER, PredictedClip, read_predictions
 from raydfl.runs.report.data import RunRecord
@@ -15,6 +20,10 @@ from raydfl.runs.report.page import Section
 _EMBEDDED = 2 << 20
 """Maximum bytes of recordings in a page. Further recordings are links to files beside it."""
 _CLIPS = 12
+_PIXELS = (160, 48)
+"""Width and height of a spectrogram."""
+_RANGE = 80.0
+"""Dynamic range of a spectrogram in dB."""
 _WORST = 5
 """Number of speakers and of classes."""
 
@@ -28,14 +37,24 @@ def show_mistakes(run: RunRecord) -> Section:
     for clip in wrong[:_CLIPS]:
         player, size = _make_player(run.folder, clip.recording, left)
         left -= size
-        rows.append((player, clip.clip, clip.group, clip.label, clip.predicted, f"{100 * clip.probability:.0f} %"))
+        rows.append(
+            (
+                player,
+                _draw_spectrogram(run.folder, clip.recording),
+                clip.clip,
+                clip.group,
+                clip.label,
+                clip.predicted,
+                f"{100 * clip.probability:.0f} %",
+            )
+        )
     notes = [
         *_list_worst("Speakers", clips, lambda clip: clip.group),
         *_list_worst("Classes", clips, lambda clip: clip.label),
     ]
     return Section(
         "Mistakes",
-        headings=("listen", "clip", "speaker", "truth", "prediction", "probability"),
+        headings=("listen", "spectrogram", "clip", "speaker", "truth", "prediction", "probability"),
         rows=rows,
         hint=f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), the most confident first.",
         notes=notes,
@@ -58,6 +77,44 @@ def _make_player(folder: Path, recording: str, left: int) -> tuple[str, int]:
         return Markup('<a href="{0}">{1}</a>').format(f"{MISTAKES_FOLDER}/{recording}", recording), 0
     content = base64.b64encode(path.read_bytes()).decode()
     return Markup('<audio controls preload="none" src="data:audio/wav;base64,{0}"></audio>').format(content), size
+
+
+def _draw_spectrogram(folder: Path, recording: str) -> str:
+    """Return the image of a recording's power in dB over time and frequency, or an empty string without a recording.
+
+    Args:
+        folder: The run's folder.
+        recording: File in the folder of mistakes. Empty: there is none.
+    """
+    path = folder / MISTAKES_FOLDER / recording
+    if not recording or not path.is_file():
+        return ""
+    try:
+        samples, rate = soundfile.read(path, always_2d=True)
+    except soundfile.SoundFileError:
+        return ""
+    width, height = _PIXELS
+    if len(samples) < 2 * height:
+        return ""
+    _, _, power = spectrogram(samples[:, 0], rate, nperseg=2 * height, noverlap=height, window="hann")
+    power = power[1:, np.linspace(0, power.shape[1] - 1, width).round().astype(int)]
+    level = 10 * np.log10(np.maximum(power, 1e-12))
+    image = io.BytesIO()
+    matplotlib.image.imsave(
+        image,
+        level[::-1],
+        vmin=level.max() - _RANGE,
+        vmax=level.max(),
+        cmap="magma",
+        format="png",
+        metadata={"Software": None},
+    )
+    return Markup('<img width="{0}" height="{1}" alt="{2}" src="data:image/png;base64,{3}">').format(
+        width,
+        height,
+        f"spectrogram, 0 to {rate / 2000:g} kHz, {len(samples) / rate:.2f} s",
+        base64.b64encode(image.getvalue()).decode(),
+    )
 
 
 def _list_worst(name: str, clips: Sequence[PredictedClip], key: Callable[[PredictedClip], str]) -> Iterator[str]:

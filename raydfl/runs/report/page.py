@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
+import importlib.resources
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +16,9 @@ from markupsafe import Markup
 
 from raydfl.engine import hide_passwords
 from raydfl.runs.report.figures import Plot
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; script-src 'sha256-{}'"
+"""The browser loads nothing from any address, and runs only the script of this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +62,12 @@ def render_page(
         notes: Highlighted remarks at the top.
         tiles: Pairs of a value and its meaning, at the top.
     """
-    numbers = itertools.count(1)
+    numbers, script = itertools.count(1), _load_script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page: str = _load_template().render(
         title=title,
+        policy=_POLICY.format(digest),
+        script=Markup(script),  # a file of the package
         subtitle=subtitle,
         sections=list(filter(None, sections)),
         notes=notes,
@@ -72,6 +81,12 @@ def render_page(
 def draw(plot: Plot, name: str) -> str:
     """Return a plot as SVG."""
     return plot.to_svg(name)
+
+
+@functools.cache
+def _load_script() -> str:
+    """Return the script that makes tables sortable."""
+    return importlib.resources.files("raydfl.runs.report").joinpath("templates/page.js").read_text()
 
 
 @functools.cache

@@ -102,11 +102,11 @@ def show_results(run: RunRecord) -> Section:
     return Section(
         "Results",
         headings=(
-            *("model", "data", "score", "last", "mean of the last", "best"),
+            *("model", "data", "score", "last", "mean of the last ten", "best"),
             *("clients, mean ± std", "clients, worst tenth"),
         ),
         rows=[*(_make_result_row(run, key) for key in run.sort_scores()), *map(_make_control_row, run.controls)],
-        hint="Scores are over all examples. The mean covers at most the last ten measurements. In the last two columns, each "
+        hint="Scores are over all examples. In the last two columns, each "
         "client counts once." + " Rows without a round are controls, with the standard error." * bool(run.controls),
         notes=[run.controls_note] if run.controls_note else [],
     )
@@ -124,7 +124,7 @@ def _make_result_row(run: RunRecord, key: Key) -> list[str]:
     return [
         *(format_model(metric), format_split(split), SCORES[base].title),
         f"{format_score(base, curve.last)} (round {curve.rounds[-1]:.0f})",
-        f"{format_score(base, curve.tail)} ({curve.tail_text})",
+        format_score(base, curve.mean_of_ten),
         f"{format_score(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
         f"{mean} ± {deviation}" if mean and deviation else "-",
         worst or "-",

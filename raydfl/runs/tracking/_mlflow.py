@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MIRRORED = "raydfl.mirrored_round"
 """MLflow tag with the last round copied to MLflow."""
 
+_KIND = ("mlflow.experimentKind", "custom_model_development")
+"""Tag of an experiment. Without it MLflow may open the view of traces of language models."""
 _METRICS_PER_CALL = 1000  # MLflow's limits for a call of log_batch
 _PARAMS_PER_CALL = 100
 _PARAM_LENGTH = 6000
@@ -171,7 +173,7 @@ class MlflowTracker(Tracker):
             server = self._uri.startswith(("http://", "https://", "databricks"))
             location = None if server else (self._runs_dir / "mlflow-artifacts").as_uri()
             try:
-                return client.create_experiment(name, artifact_location=location)
+                return client.create_experiment(name, artifact_location=location, tags=dict([_KIND]))
             except Exception:
                 experiment = client.get_experiment_by_name(name)  # A concurrent run may have created it.
                 if experiment is None:
@@ -180,6 +182,8 @@ class MlflowTracker(Tracker):
             raise InputError(
                 f"the MLflow experiment {name!r} is deleted in {self.uri}. Restore it, or set track.experiment to another name."
             )
+        if _KIND[0] not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, *_KIND)
         return str(experiment.experiment_id)
 
     def _open_run(self, run_name: str, tags: Mapping[str, str], run_id: str | None) -> None:

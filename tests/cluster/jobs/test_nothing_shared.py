@@ -19,6 +19,7 @@ from head import BIN
 from helpers import known, stop_after
 from marked import Marked
 
+import raydfl
 from raydfl.core.errors import ResourcesError
 from raydfl.core.remote import RemoteFolder, below
 from raydfl.engine.config import Config
@@ -148,6 +149,23 @@ def test_a_node_that_joins_later_gets_a_copy_or_is_not_used(
             assert not list(RemoteFolder(below(str(config.run.dir), ".data"), "").files())
             nodes.crash(0)
             nodes.add("mount -t tmpfs -o size=16k none $0")
+            threading.Timer(30.0, nodes.add).start()
+
+    assert run(config, listen()[0], replace_node).finished
+    reference = known(tiny(*SETTINGS, "train.rounds=4", method="ditto"))
+    assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "other")))
+
+
+def test_a_node_that_joins_later_without_raydfl_is_not_used(
+    tiny: Tiny, far: Tiny, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.add()
+    config = far("train.rounds=4", "ray.actors=1", method="ditto")
+
+    def replace_node(report: object) -> None:
+        if getattr(report, "round", 0) == 2:
+            nodes.crash(0)
+            nodes.add(f"mount -t tmpfs none {Path(raydfl.__file__).parent}")
             threading.Timer(30.0, nodes.add).start()
 
     assert run(config, listen()[0], replace_node).finished

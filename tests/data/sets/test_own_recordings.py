@@ -63,6 +63,32 @@ def test_the_pattern_extracts_the_group_below_the_class(tree: Path) -> None:
         Folder(root=tree, group_pattern=r"(?P<group>\w+)/").manifest()
 
 
+def test_owners_may_have_the_outer_folders(tmp_path: Path, write_audio: WriteAudio) -> None:
+    for name in ("anna/yes/deep/1.wav", "anna/no/1.wav", "bob/yes/1.wav"):
+        write_audio(f"tree/{name}")
+        write_audio(f"split/train/{name}")
+    expected = [("no", "anna"), ("yes", "anna"), ("yes", "bob")]
+    assert list_columns(Folder(root=tmp_path / "tree", owner_folders=True), "label", "group") == expected
+    assert list_columns(Folder(root=tmp_path / "split", owner_folders=True), "label", "group") == expected
+    write_audio("tree/anna/2.wav")
+    with pytest.raises(DataError, match=r"'anna/2\.wav' is outside the folders of the classes"):
+        Folder(root=tmp_path / "tree", owner_folders=True).manifest()
+    with pytest.raises(ConfigError, match="group_pattern and owner_folders both set the owners"):
+        build(find_dataset("folder"), {"root": "x", "group_pattern": "(?P<group>a)", "owner_folders": True}, "data")
+
+
+def test_a_folder_without_recordings_lists_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("clap/a.mp4", "wave/b.MOV"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    module = "raydfl.data.sets.folder.has_decoder"
+    monkeypatch.setattr(module, lambda: True)
+    assert list_columns(Folder(root=tmp_path), "clip", "label") == [("clap/a.mp4", "clap"), ("wave/b.MOV", "wave")]
+    monkeypatch.setattr(module, lambda: False)
+    with pytest.raises(DataError, match=r"To read the videos, install the extra: pip install 'raydfl\[video\]'"):
+        Folder(root=tmp_path).manifest()
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [("(?P<group>", "is not a regular expression"), (r"(\w+)_\d", r"needs a group named group, as in '\(\?P<group>")],
