@@ -1,4 +1,7 @@
-"""python classify.py MODEL.onnx FILE..."""
+"""Print the predictions of an exported model for recordings, with the front end in NumPy.
+
+python jobs/classify.py MODEL.onnx FILE...
+"""
 
 import json
 import sys
