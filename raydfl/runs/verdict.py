@@ -37,16 +37,23 @@ def get_title(metric: str) -> str:
     return SCORES[base_name(metric)].title
 
 
-def find_few_clips(population: Population) -> Iterator[str]:
-    """Yield a remark, with a remedy, for each part of the data with few training clips per class."""
+def find_few_clips(population: Population, features: str | None) -> Iterator[str]:
+    """Yield a remark for each part of the data with few training clips per class.
+
+    Args:
+        population: the clients with their clips.
+        features: kind of the features. From a pretrained encoder, the remark proposes no encoder.
+    """
     for part, data in population.parts.items() if population.has_clips else ():
         counts = data.class_counts()
         present, clips = int(np.count_nonzero(counts)), int(counts.sum())
         if present > 1 and clips < FEW * present:
-            text = (
-                f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. Use a pretrained encoder (for "
-                f"speech: data.features='{{kind: speech_embedding}}' models.model=linear)."
+            remedy = (
+                "Add clips."
+                if features == "speech_embedding"
+                else "Use a pretrained encoder (for speech: data.features='{kind: speech_embedding}' models.model=linear)."
             )
+            text = f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. {remedy}"
             yield qualify(part, ": ", text)
 
 

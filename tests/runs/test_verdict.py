@@ -409,5 +409,5 @@ def test_few_clips_are_reported_before_the_first_round(tiny: Tiny) -> None:
 )
 def test_fewer_than_fifty_clips_per_class_are_few(counts: list[int], start: str | None) -> None:
     part = SimpleNamespace(class_counts=lambda: np.array(counts))
-    texts = list(find_few_clips(SimpleNamespace(has_clips=True, parts={"digits": part})))
+    texts = list(find_few_clips(SimpleNamespace(has_clips=True, parts={"digits": part}), "logmel"))
     assert [text[: len(f"digits: {start}")] for text in texts] == ([] if start is None else [f"digits: {start}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -56,12 +57,24 @@ def _predict(model: RunModel, samples: np.ndarray, rate: int) -> Prediction:
     return prediction
 
 
+def _list_sizes(step: float, rate: int) -> Iterator[int]:
+    """Yield the sizes of chunks that end at the samples nearest to multiples of a step, at least 1."""
+    last = 0
+    for number in itertools.count(1):
+        end = max(last + 1, round(number * step * rate))
+        yield end - last
+        last = end
+
+
 def _read(path: Path, step: float) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the chunks of a recording, float32 [samples, channels], with its rate in Hz."""
     samples, rate = call_isolated(read_audio, str(path), where=str(path))
-    size = max(1, round(step * rate))
-    for start in range(0, len(samples), size):
+    start = 0
+    for size in _list_sizes(step, rate):
+        if start >= len(samples):
+            return
         yield samples[start : start + size], rate
+        start += size
 
 
 def _record(step: float) -> Iterable[tuple[np.ndarray, int]]:
@@ -76,8 +89,8 @@ def _record(step: float) -> Iterable[tuple[np.ndarray, int]]:
     try:
         rate = int(sounddevice.query_devices(kind="input")["default_samplerate"])
         with sounddevice.InputStream(samplerate=rate, channels=1, dtype="float32") as stream:
-            while True:
-                chunk, _ = stream.read(max(1, round(step * rate)))
+            for size in _list_sizes(step, rate):
+                chunk, _ = stream.read(size)
                 yield chunk, rate
     except (sounddevice.PortAudioError, ValueError) as error:
         raise InputError(

@@ -306,7 +306,8 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
     if population is None or not population.has_clips:
         return
     if any(base_name(metric) in ("accuracy", "map") for _, metric in keys):
-        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population))
+        kind = get_path(run.config, "data.features.kind")
+        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind))
     for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
         if not any(measured == split for measured, _ in run.scores()):
             continue

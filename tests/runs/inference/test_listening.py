@@ -54,6 +54,14 @@ def test_every_window_has_the_prediction_of_predict(
     ]
 
 
+def test_windows_end_at_multiples_of_a_step_at_any_rate(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+    """At 22,050 Hz a quarter of a second has 5512.5 samples."""
+    soundfile.write(tmp_path / "odd.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 22050), 22050)
+    options = ("--step", 0.25, "--window", 0.5, "--json")
+    events = raydfl("listen", mutual.folder, "--source", tmp_path / "odd.wav", *options).events
+    assert [event["seconds"] for event in events] == [0.5, 0.75, 1.0]
+
+
 def test_a_recording_below_the_window_gets_one_prediction(
     raydfl: Raydfl, mutual: Finished, recording: tuple[Path, np.ndarray]
 ) -> None:
