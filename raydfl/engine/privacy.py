@@ -171,9 +171,9 @@ class PrivateRun:
         clip = float(state.tensors[_CLIP]["clip"]) if _CLIP in state.tensors else None
         of_run = self.mechanism
         summed = rule.sum_privately(updates, state.tensors, of_run.cohort, of_run.noise, normals, clip)
-        metrics: Metrics = dict(summed.metrics) if self.outside else {}
+        metrics: Metrics = summed.metrics if self.outside else {}
         if isinstance(rule.clip, AdaptiveClip):
-            metrics["gaussian/clip"] = Ratio(rule.first_clip if clip is None else clip, 1)
+            metrics = {**metrics, "gaussian/clip": Ratio(rule.first_clip if clip is None else clip, 1)}
         return dataclasses.replace(summed, metrics=metrics)
 
     def keep_clip(self, rule: Gaussian, summed: NoisySum, state: State) -> State:

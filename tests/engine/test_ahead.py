@@ -13,8 +13,11 @@ from helpers import known
 from raydfl.cluster.server import Server
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine.config import Config
+from raydfl.engine.fleet import Step
 from raydfl.engine.orders import Order, Reply
+from raydfl.engine.planning import RoundPlanner
 from raydfl.engine.pool import SerialPool
+from raydfl.engine.rounds import Checkpoint
 from raydfl.engine.worker import Worker
 from raydfl.testing import assert_same_bits, read_tensors, start_server
 
@@ -102,14 +105,16 @@ def test_some_conditions_prevent_working_ahead(tiny: Tiny, condition: str, monke
 def test_a_failing_plan_fails_only_its_own_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("train.rounds=3")
     server, _ = start_concurrent_server(config)
-    plan = type(server._federation).plan
+    plan = RoundPlanner.plan
 
-    def plan_or_fail(federation: object) -> list[Order]:
-        if server._federation.state.round_index == 1:
+    def plan_or_fail(
+        planner: RoundPlanner, checkpoint: Checkpoint, drawn: bool = True
+    ) -> tuple[list[Order], Step | None]:
+        if checkpoint.state.round_index == 1:
             raise ValueError("no plan")
-        return plan(server._federation)
+        return plan(planner, checkpoint, drawn)
 
-    monkeypatch.setattr(type(server._federation), "plan", plan_or_fail)
+    monkeypatch.setattr(RoundPlanner, "plan", plan_or_fail)
     reports = server.rounds(0, 3, 0.0)
     assert [report.round for report in reports or ()] == [1]
     with pytest.raises(ValueError, match="no plan"):
