@@ -153,7 +153,7 @@ def listen_command(
     best: BestRound = False,
     trust: Trust = False,
 ) -> None:
-    """Predict what the microphone hears, with a model of the run in DIR. Ctrl-C ends it.
+    """Predict the sound of the microphone, with a model of the run in DIR. Ctrl-C ends it.
 
     Every line has the seconds since the start and the prediction for the last window, as from raydfl predict. The microphone
     needs the extra "microphone". A quiet room gets a class too, unless the run has a class for it.
