@@ -107,7 +107,7 @@ def _draw_spectrogram(folder: Path, recording: str) -> str:
         vmax=level.max(),
         cmap="magma",
         format="png",
-        metadata={"Software": None},  # type: ignore[dict-item]  # None leaves out the version of Matplotlib
+        metadata={"Software": ""},
     )
     return Markup('<img width="{0}" height="{1}" alt="{2}" src="data:image/png;base64,{3}">').format(
         width,
