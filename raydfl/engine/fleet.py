@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from raydfl.core.tensors import FlatTensors, flatten
 from raydfl.core.types import State, Task, Tensors
 
 LOST, STALE, UNUSED = "lost", "stale", "unused"
@@ -85,9 +86,7 @@ class InFlight:
         if state.round_index in needed:
             keys = {k for f in fleet.flights if f.version == state.round_index for k in f.start.task.receive}
             # Copies, because a method may change the tensors of the state in place.
-            versions[state.round_index] = {
-                key: {name: tensor.clone() for name, tensor in state.tensors[key].items()} for key in sorted(keys)
-            }
+            versions[state.round_index] = {key: FlatTensors(*flatten(dict(state.tensors[key]))) for key in sorted(keys)}
         return InFlight(fleet, versions)
 
     def land(self) -> InFlight:

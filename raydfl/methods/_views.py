@@ -225,6 +225,8 @@ def collect_fusion_tensors(step: Step) -> dict[str, Tensor]:
 def select_clients(state: State, clients: Sequence[Client], kind: str) -> list[Client]:
     """Return the participating clients with all views (:data:`ALL`) or with only some (:data:`SOME`)."""
     kinds = cast(str, state.extra[_KINDS])
+    if len(clients) < len(kinds):  # a part of the population, as with train.fleet
+        return [client for client in clients if kinds[client.index] == kind and client.chance]
     members = (clients[index] for index, letter in enumerate(kinds) if letter == kind)
     return [client for client in members if client.chance]
 

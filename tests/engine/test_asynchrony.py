@@ -15,6 +15,7 @@ from helpers import final_state, finish_in, known, known_run, stop_after
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population
 from raydfl.engine.config import Config
+from raydfl.engine.fleet import Fleet
 from raydfl.engine.storage import record
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs._replay import replay
@@ -123,6 +124,26 @@ def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny) -> None:
             after = by_round[number + 1].state.tensors["global"][name]
             torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
     assert stale > 0
+
+
+def test_clients_in_flight_at_the_end_of_a_phase_are_discarded(tiny: Tiny) -> None:
+    """The queue keeps its time. A run resumed at the change of the phase gives the same bits."""
+    settings = (
+        *ASYNCHRONOUS,
+        "models={audio: crnn_tiny, video: crnn_tiny}",
+        "train.phases={multimodal: {rounds: 3}}",
+    )
+    whole_config = tiny(*settings, method="modality_mirror")
+    whole = known(whole_config)
+    seconds = read_rows(known_run(whole_config), "virtual_seconds")
+    assert seconds == sorted(seconds)
+    config = tiny(*settings, "run.name=stopped", method="modality_mirror")
+    stop_after(config, 3)
+    run_dir = Path(config.run.dir) / "stopped"
+    commit = RunStore(run_dir).newest()
+    assert commit is not None
+    assert commit.in_flight.fleet == Fleet(seconds[2], commit.in_flight.fleet.started)
+    assert_same_bits(whole, finish_in(run_dir, config))
 
 
 def test_the_arrivals_do_not_depend_on_the_training(tiny: Tiny) -> None:
