@@ -27,7 +27,7 @@ def is_in(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder's population of format 1, if there is one."""
+    """Delete a folder's population of format 1, if any."""
     (folder / _FILE).unlink(missing_ok=True)
 
 

@@ -13,8 +13,7 @@ from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, UpdateChecker
-from raydfl.engine.orders import keys_of
+from raydfl.engine import Config, Federation, UpdateChecker, keys_of
 from raydfl.engine.storage import RunStore, check_revision, local_run, read_config, round_of
 
 

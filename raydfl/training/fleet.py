@@ -10,7 +10,7 @@ from raydfl.core.settings import Settings
 
 
 class StaleSettings(Settings):
-    """Treatment of updates whose training began some server steps ago."""
+    """Treatment of stale updates, trained from an earlier state of the server."""
 
     power: float = Field(
         0.5,
@@ -76,7 +76,7 @@ class FleetSettings(Settings):
     concurrency: int | None = Field(
         None,
         ge=1,
-        description="Number of clients that train at the same time, at least buffer. null: buffer, which is synchronous training.",
+        description="Number of clients in training at the same time, at least buffer. null: buffer (synchronous training).",
     )
     stale: StaleSettings = StaleSettings()
     mix: Literal["change", "model"] = Field(
@@ -90,5 +90,5 @@ class FleetSettings(Settings):
         allow_inf_nan=False,
         description="Factor on the number of clients that start in a synchronous step. The last to finish are dropped.",
     )
-    lost: float = Field(0.0, ge=0, lt=1, description="Probability that a client's result never arrives.")
+    lost: float = Field(0.0, ge=0, lt=1, description="Probability of losing a client's result.")
     seconds: SecondsSettings = SecondsSettings()

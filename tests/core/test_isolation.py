@@ -23,7 +23,7 @@ from raydfl.core.isolation import call_isolated, map_isolated, reading
 
 
 def fail(kind: str) -> Any:
-    """Return the process id, or end in one of many ways."""
+    """Return the process id, or end abnormally."""
     with reading(f"{kind}.bin"):
         match kind:
             case "exception":

@@ -163,7 +163,7 @@ class Manifest(Dataset):
         raise DataError(f"{file} is neither *.csv nor *.parquet. Expected {self.card.layout}")
 
     def _resolve_paths(self, values: list[object], file: Path, root: Path) -> list[str]:
-        """Return absolute paths, after checking that at least one file exists."""
+        """Return absolute paths, and check the existence of at least one file."""
         for number, value in enumerate(values, start=1):
             if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(

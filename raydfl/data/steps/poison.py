@@ -28,7 +28,7 @@ class Poisoner(Protocol):
         """Reject options that do not fit the data."""
 
     def candidates(self, ids: Sequence[str], seed: int) -> np.ndarray:
-        """Choose the clients that attack in any round: bool [clients]."""
+        """Choose the attackers of any round: bool [clients]."""
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Draw the clips to alter among an attacker's ``count`` training clips: bool [count]."""

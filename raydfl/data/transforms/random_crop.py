@@ -47,7 +47,7 @@ class RandomCrop(Transform):
         return max(1, self.size - 2 * self.pad), max(1, self.size - 2 * self.pad) if self.pad else 1
 
     def check(self, features: AnyFeatures) -> None:
-        """Check that the options fit the kind of features."""
+        """Compare the options with the kind of features."""
         if features.kind == "image" and (self.test != "centre" or self.stride is not None):
             raise ConfigError(
                 "test: segments and stride are for clips. Images always use the centre: remove both options."

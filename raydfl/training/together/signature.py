@@ -121,7 +121,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 _RECURRENT = {"_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
 _TORCHS_OWN = {*vars(nn.Module()), *_RECURRENT}
-"""Attributes that are functions of a layer's class, options, parameters and buffers."""
+"""Attributes computed from a layer's class, options, parameters and buffers."""
 
 
 def _describe_layer(path: str, layer: nn.Module) -> Hashable:
