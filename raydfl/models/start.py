@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -252,7 +253,10 @@ def _read_checkpoint(file: Path, where: str) -> dict[str, Tensor]:
         )
 
     with translate_failures(make_error):
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise make_error(str(error)) from error  # the name of the code is beyond the length of a usual reason
     tensors: dict[str, Tensor] = {}
 
     def collect(value: Any, path: str) -> None:
