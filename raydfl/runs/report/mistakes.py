@@ -97,13 +97,15 @@ def _draw_spectrogram(folder: Path, recording: str) -> str:
     if len(samples) < 2 * height:
         return ""
     _, _, power = spectrogram(samples[:, 0], rate, nperseg=2 * height, noverlap=height, window="hann")
-    power = power[1:, np.linspace(0, power.shape[1] - 1, width).round().astype(int)]
+    starts = np.linspace(0, power.shape[1], width, endpoint=False).astype(int)
+    frames = np.maximum(np.diff(starts, append=power.shape[1]), 1)
+    power = np.add.reduceat(power[1:], starts, axis=1) / frames  # means show speech above noise
     level = 10 * np.log10(np.maximum(power, 1e-12))
     image = io.BytesIO()
     matplotlib.image.imsave(
         image,
         level[::-1],
-        vmin=level.max() - _RANGE,
+        vmin=max(level.max() - _RANGE, float(np.percentile(level, 20))),
         vmax=level.max(),
         cmap="magma",
         format="png",
