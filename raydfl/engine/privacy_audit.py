@@ -61,7 +61,7 @@ class Cosines:
         """Estimate epsilon from the mean and the deviation of the cosines."""
         return compute_normal_epsilon(self._scale(self.mean), self._scale(self.deviation), self.delta)
 
-    def bound_epsilon(self) -> float:
+    def compute_lower_bound(self) -> float:
         """Compute the 95 % lower bound of epsilon."""
         from scipy import stats  # only audits need it
 
@@ -86,11 +86,6 @@ class Audit:
     control: Cosines
     """As many fresh directions, which no client has sent."""
 
-    @property
-    def epsilon(self) -> float:
-        """95 % lower bound of epsilon."""
-        return self.canaries.bound_epsilon()
-
     def to_dict(self) -> dict[str, Any]:
         """Return all values for JSON."""
         both = {"canaries": self.canaries, "control": self.control}
@@ -101,7 +96,7 @@ class Audit:
                 name: {
                     "cosines": cosines.values.tolist(),
                     "epsilon": cosines.estimate_epsilon(),
-                    "lower_bound": cosines.bound_epsilon(),
+                    "lower_bound": cosines.compute_lower_bound(),
                 }
                 for name, cosines in both.items()
             },

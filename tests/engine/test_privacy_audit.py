@@ -56,14 +56,14 @@ def test_the_lower_bound_exceeds_a_true_epsilon_of_two_in_at_most_two_of_twenty_
     true = compute_normal_epsilon(1 / noise, 1.0, DELTA)
     assert true == pytest.approx(2.0, abs=0.01)
     runs = [_simulate(noise, rng) for _ in range(20)]
-    assert sum(run.bound_epsilon() > true for run in runs) <= 2
+    assert sum(run.compute_lower_bound() > true for run in runs) <= 2
     many = [_simulate(noise, rng, canaries=400, parameters=10_000).estimate_epsilon() for _ in range(5)]
     assert np.mean(many) == pytest.approx(true, rel=0.2)
 
 
 def test_the_lower_bound_exceeds_ten_in_all_runs_without_noise() -> None:
     rng = np.random.default_rng(1)
-    assert min(_simulate(0.0, rng).bound_epsilon() for _ in range(20)) > 10
+    assert min(_simulate(0.0, rng).compute_lower_bound() for _ in range(20)) > 10
 
 
 def test_directions_that_were_never_sent_have_a_lower_bound_of_zero() -> None:
@@ -71,5 +71,5 @@ def test_directions_that_were_never_sent_have_a_lower_bound_of_zero() -> None:
     for _ in range(20):
         released = rng.standard_normal(4000)
         cosines = np.array([draw_direction(4000, rng) @ released for _ in range(40)]) / np.linalg.norm(released)
-        bounds.append(Cosines(cosines, 4000, DELTA).bound_epsilon())
+        bounds.append(Cosines(cosines, 4000, DELTA).compute_lower_bound())
     assert sum(bound > 0 for bound in bounds) <= 2
