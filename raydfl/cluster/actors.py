@@ -232,7 +232,6 @@ class ActorPool:
                 self._meter.join(slot.node)
                 del self._starting[ready]
                 slot.deadline = math.inf
-                slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
 
     def _start_elsewhere(self, key: Any, failed: BaseException) -> None:
@@ -338,11 +337,11 @@ class ActorPool:
         for key, slot, blocks in self._held.take(self._slots, lambda block: self._queue(self._waiting.pop(block))):
             self._call(key, slot, [order for block in blocks for order in self._waiting.pop(block)], 0.0)
         if self._settings.actors == "per_client":
-            for position in list(self._waiting):
-                group = self._waiting.pop(position)
+            for position, group in list(self._waiting.items()):
                 key = group[0].task.client_id
                 slot = self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0])
-                self._call(key, slot, group, _sum_costs(group))
+                if not slot.starting:
+                    self._call(key, slot, self._waiting.pop(position), _sum_costs(group))
             return
         if not (self._backlog or self._alone):
             return
@@ -444,9 +443,6 @@ class ActorPool:
         for reference, call in list(self._calls.items()):
             slot = call.slot
             if slot.due > time.monotonic() or reference in done:
-                continue
-            if slot.starting:  # The time limit counts from the actor's start.
-                slot.due = time.monotonic() + slot.limit
                 continue
             del self._calls[reference]
             self._replace(call.key)

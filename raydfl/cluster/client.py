@@ -87,16 +87,10 @@ class ClientActor:
             if kind.gpus and device == "cpu":
                 self._fallback = explain_missing_gpu()
             far = bool(server_node) and ray.get_runtime_context().get_node_id() != server_node
-            self._opened = opening(device, durable=far)
+            self._worker = opening(device, durable=far)
         except RaydflError as error:
             self._failed = error
         self._is_open.set()
-
-    @property
-    def _worker(self) -> Worker:
-        if self._failed is not None:  # With `per_client`, an actor receives orders before ready() has returned.
-            raise self._failed
-        return self._opened
 
     def ready(self) -> tuple[str, str]:
         """Return the id of the actor's node, and the reason for training on the CPU despite a share of a GPU, or "".
@@ -119,7 +113,7 @@ class ClientActor:
         with self._one_at_a_time:
             self._is_open.clear()
             self._failed = None
-            vars(self).pop("_opened", None)
+            vars(self).pop("_worker", None)
             gc.collect()
             if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # Memory of the last run must not count as need of the next.

@@ -85,6 +85,7 @@ class Actor:
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
         if self.node is not None and not self.node.alive:
             return Reference(self._cluster.now, error=ActorDiedError())
+        assert self.first.at <= self._cluster.now, "an order for an actor that has not opened the run"
         pace = self._cluster.pace[self.kind.gpus > 0]
         begin = max(self.idle_at, self._cluster.now)
         self.idle_at = begin + pace * sum(order.cost for order in orders)

@@ -253,8 +253,9 @@ def test_a_node_of_the_start_that_cannot_open_the_run_ends_it(cluster: FakeClust
         open_pool(cluster, actors=2)
 
 
+@pytest.mark.parametrize("settings", [{"actors": 3, "min_actors": 1}, {"actors": "per_client"}])
 def test_the_runs_files_are_uploaded_once_for_nodes_that_join_without_them(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int | str]
 ) -> None:
     uploads = []
 
@@ -267,14 +268,14 @@ def test_the_runs_files_are_uploaded_once_for_nodes_that_join_without_them(
     monkeypatch.setattr("raydfl.cluster.run_files.upload_population", upload)
     cluster.join("a", 1)
     cluster.nodes_for = make_nodes("a", store="s3://bucket/.data")
-    pool = open_pool(cluster, actors=3, min_actors=1)
+    pool = open_pool(cluster, **settings)
     for at in (5.0, 5.5):
         cluster.at(at, lambda at=at: cluster.join(f"blind{at}", 1, broken=BlindNodeError("it does not see the folder")))
-    carry_out(pool, [1.0] * 100)
+    carry_out(pool, [1.0] * (100 if settings["actors"] == 3 else 3))
     assert uploads == [("run/population", "s3://bucket/.data")]
     assert cluster.nodes_for.files.uri == "s3://bucket/.data/copy"
     assert not cluster.nodes_for.excluded
-    assert pool.count_workers() == 3
+    assert sum(bool(actor.done) for actor in cluster.actors) == 3
 
 
 def test_missing_nodes_are_reported_with_their_resources(cluster: FakeCluster) -> None:
