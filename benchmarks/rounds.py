@@ -15,12 +15,18 @@ A round of raydfl is timed at the user's driver: it includes planning, dispatch,
 commit to disk. The contestants alternate every few rounds, so that a busy machine affects all of them; ratios compare
 neighbouring turns. Each contestant is started for its turn and ended after it, because an idle cluster would still take
 a tenth of a core. README.md beside this file has the details.
+
+    python benchmarks/rounds.py --root PATH/TO/fsdd --works crnn_lite --against PATH/TO/EARLIER --turns 40 --rounds 5
+
+compares this version of raydfl with an earlier one, in a checkout with ``.venv``. Both versions keep their actors, and
+each idles during the other's turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import tempfile
@@ -43,6 +49,7 @@ from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
+from raydfl.experiments.statistics import Difference, Spread
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
@@ -254,6 +261,45 @@ def ours(name: str, config: Path, log: Path) -> Callable[[], Contestant]:
     return lambda: Process(name, [sys.executable, "-m", "peers.ours", config], log)
 
 
+def compare_versions(
+    earlier: Path, work: str, data: Mapping[str, object], runs: Path, actors: int, turns: int, rounds: int
+) -> str:
+    """Alternate this version of raydfl and an earlier one.
+
+    Returns:
+        The time of a round over the earlier version's, as the geometric mean of all turns with Student's t 95 %
+        confidence interval, and the earlier version's median.
+    """
+    config = configuration(data, runs, work, actors).model_dump(mode="json", exclude_unset=True)
+    contestants: list[Process] = []
+    seconds: tuple[list[float], list[float]] = ([], [])
+    try:
+        for tree, python in (
+            (earlier, earlier / ".venv/bin/python"),
+            (Path(__file__).parents[1], Path(sys.executable)),
+        ):
+            file = runs / f"version-{actors}-{len(contestants)}.yaml"
+            config["run"]["name"] = file.stem
+            file.write_text(to_yaml(config, flow=False))
+            command = ["env", "-C", tree, f"PYTHONPATH={tree / 'benchmarks'}", python, "-m", "peers.ours", file]
+            contestants.append(Process(str(tree), command, file.with_suffix(".log")))
+        for contestant in contestants:
+            contestant.run(WARM_UP)
+        for turn in range(turns):
+            for number in (0, 1) if turn % 2 else (1, 0):
+                started = time.perf_counter()
+                contestants[number].run(rounds)
+                seconds[number].append((time.perf_counter() - started) / rounds)
+    finally:
+        for contestant in contestants:
+            contestant.close()
+    before, now = (Spread({str(turn): math.log(value) for turn, value in enumerate(times)}) for times in seconds)
+    change = Difference.between(now, before)
+    assert change is not None  # noqa: S101
+    mean, low, high = map(math.exp, (change.mean, change.low, change.high))
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}] of {1000 * statistics.median(seconds[0]):.0f} ms"
+
+
 def choose(
     known: Mapping[str, Callable[[], Contestant]], words: Sequence[str] | None
 ) -> dict[str, Callable[[], Contestant]]:
@@ -345,6 +391,7 @@ def main() -> None:
         metavar="WORD",
         help="only contestants whose name contains one of these, and the first bare loop",
     )
+    parser.add_argument("--against", type=Path, metavar="TREE", help="earlier version of raydfl, a checkout with .venv")
     arguments = parser.parse_args()
     for work in PICTURED:
         if work in arguments.works and not arguments.pictures:
@@ -366,6 +413,21 @@ def main() -> None:
                     if work == "cnn"
                     else fsdd(arguments.root.resolve(), pictures, **SHAPES.get(work, {}))
                 )
+                if arguments.against:
+                    for actors in (1, 2):
+                        ratio = compare_versions(
+                            arguments.against.resolve(),
+                            work,
+                            data,
+                            Path(folder),
+                            actors,
+                            arguments.turns,
+                            arguments.rounds,
+                        )
+                        print(
+                            f"{work}, {actors} actors, time of a round over the earlier version's: {ratio}", flush=True
+                        )
+                    continue
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
     finally:  # measurements before a failure count

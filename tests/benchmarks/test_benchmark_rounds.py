@@ -96,6 +96,20 @@ def test_contestants_in_other_processes_end_with_the_bare_loops_model(
     assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
 
 
+@pytest.mark.slow
+def test_a_version_compared_with_itself_takes_the_same_time(data: dict[str, Any], tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    (earlier / ".venv/bin").mkdir(parents=True)
+    (earlier / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (earlier / ".venv/bin/python").chmod(0o755)
+    for name in ("benchmarks", "raydfl"):
+        (earlier / name).symlink_to(Path(rounds.__file__).parents[1] / name)
+    line = rounds.compare_versions(earlier, "crnn_lite", data, tmp_path, actors=1, turns=4, rounds=2)
+    mean, low, high = map(float, line.replace(",", "").replace("[", "").replace("]", "").split()[:3])
+    assert low <= mean <= high
+    assert 0.4 < mean < 2.5
+
+
 def test_a_failed_contestant_reports_its_error(tmp_path: Path) -> None:
     program = "import sys; print('no such file', file=sys.stderr); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"(?s)somebody ended with exit code 3:.*no such file"):

@@ -1,4 +1,4 @@
-"""The autoscaler starts nodes for a run and removes them afterwards (Ray's fake nodes)."""
+"""Both autoscalers of Ray start nodes for a run and remove them afterwards (Ray's fake nodes)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import ray
 import yaml
 from helpers import known
 from marked import WAIT, Marked, until
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from raydfl.engine.config import Config
 from raydfl.testing import assert_same_bits, read_tensors
@@ -32,6 +33,14 @@ def find_free_port() -> int:
         return int(one.getsockname()[1])
 
 
+SECOND = {
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+}
+"""Environment of Ray's second autoscaler with fake nodes, as in ray.cluster_utils."""
+
+
 def describe_cluster(address: str) -> dict[str, object]:
     steps = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
     return {
@@ -40,7 +49,10 @@ def describe_cluster(address: str) -> dict[str, object]:
         "idle_timeout_minutes": 0.1,
         "upscaling_speed": 5.0,
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # The type fake_multinode reads a file that Ray's wheel lacks.
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "launch_multiple": True,
+            "head_node_id": FAKE_HEAD_NODE_ID,
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
@@ -49,9 +61,9 @@ def describe_cluster(address: str) -> dict[str, object]:
         "auth": {},
         "docker": {},
         "file_mounts": {},
-        "head_node_type": "head",
+        "head_node_type": "ray.head.default",
         "available_node_types": {
-            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "client": {
                 "resources": {"CPU": 1, "object_store_memory": 100 << 20},
                 "node_config": {},
@@ -64,8 +76,8 @@ def describe_cluster(address: str) -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def head() -> Iterator[str]:
+@pytest.fixture(params=[{}, SECOND], ids=["first", "second"])
+def head(request: pytest.FixtureRequest) -> Iterator[str]:
     """Start a head without CPUs that grows to three nodes, and return its address."""
     folder = Path(tempfile.mkdtemp(prefix="rd-", dir="/tmp"))  # short, because paths of sockets are limited
     address = f"{ray.util.get_node_ip_address()}:{find_free_port()}"
@@ -83,6 +95,7 @@ def head() -> Iterator[str]:
         f"--ray-client-server-port={find_free_port()}",
         AUTOSCALER_UPDATE_INTERVAL_S="1",
         RAY_FAKE_CLUSTER="1",
+        **request.param,
     )
     try:
         assert started.process.wait(WAIT) == 0, started.process.stderr and started.process.stderr.read()
