@@ -23,6 +23,7 @@ from raydfl.engine.assembly import format_value
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Capacity, InFlight, Start, Step, advance
+from raydfl.engine.hours import Hours
 from raydfl.engine.messages import count_received_bytes
 from raydfl.engine.orders import Order, check_tasks
 from raydfl.engine.telemetry import RoundRows
@@ -61,6 +62,8 @@ class StepPlanner:
         self._capacities = {
             phase: _make_capacity(settings, cohort, clients.eligible) for phase, cohort in cohorts.items()
         }
+        self._hours = None if settings.hours is None else Hours.read(settings.hours, clients)
+        self._eligible = None if clients.draw is None else clients.draw.chances > 0
 
     def plan(
         self,
@@ -82,23 +85,60 @@ class StepPlanner:
         rng = seeds.generator(seed, version, "", "plan")
         measure = functools.partial(self._measure_seconds, state, functools.cache(_flatten(state)))
 
-        def start(free: int, unavailable: Set[int]) -> list[Start]:
-            free = min(free, self._clients.eligible - len(unavailable))
+        def start(now: float, free: int, unavailable: Set[int]) -> list[Start]:
+            ends, taken = self._find_taken(now, unavailable)
+            free = min(free, self._count_eligible(taken))
             if free <= 0:
                 return []
-            available = _Available(self._clients, unavailable) if unavailable else self._clients
+            available = _Available(self._clients, taken) if len(taken) else self._clients
             tasks = draw(state, available, rng, free)
             check_tasks(tasks, state.tensors)
             starts = sorted(
                 ((self._clients.index_of(task.client_id), task) for task in tasks), key=lambda pair: pair[0]
             )
-            _check_starts(starts, free, unavailable)
-            return [Start(index, task, measure(index, task), self._is_lost(version, task)) for index, task in starts]
+            _check_starts(starts, free, set(taken.tolist()))
+            seconds = [measure(index, task) for index, task in starts]
+            return [
+                Start(
+                    index,
+                    task,
+                    own,
+                    self._is_lost(version, task) or (ends is not None and bool(now + own > ends[index])),
+                )
+                for (index, task), own in zip(starts, seconds, strict=True)
+            ]
 
-        step = advance(before.fleet, version, self._capacities[state.phase], start)
-        if not step.arrivals:
-            raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
-        return step
+        capacity = self._capacities[state.phase]
+        step = advance(before.fleet, version, capacity, start, self._find_opening)
+        if step.arrivals:
+            return step
+        if self._hours is not None and step.fleet.seconds > before.fleet.seconds:
+            raise ConfigError(
+                f"train.fleet.hours: no client has finished in round {version + 1}, from second {before.fleet.seconds:g} to "
+                f"{step.fleet.seconds:g}; {self._describe_lost(step)}. Lower train.fleet.seconds, lengthen the clients' hours, or "
+                f"raise train.fleet.hours.most"
+            )
+        raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
+
+    def _find_taken(self, now: float, unavailable: Set[int]) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return the ends of the clients' hours, if any, and the sorted indices of clients that cannot start."""
+        taken = np.array(sorted(unavailable), np.int64)
+        if self._hours is None:
+            return None, taken
+        ends = self._hours.find_ends(now)
+        return ends, np.union1d(taken, np.flatnonzero(np.isneginf(ends)))
+
+    def _count_eligible(self, taken: np.ndarray) -> int:
+        excluded = len(taken) if self._eligible is None else int(np.count_nonzero(self._eligible[taken]))
+        return self._clients.eligible - excluded
+
+    def _find_opening(self, now: float, unavailable: Set[int]) -> float:
+        return math.inf if self._hours is None else self._hours.find_opening(now, unavailable, self._eligible)
+
+    def _describe_lost(self, step: Step) -> str:
+        ids = list(dict.fromkeys(self._clients[flight.start.client].id for flight, _ in step.dropped))
+        more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+        return f"lost: {', '.join(map(repr, ids[:3]))}{more}" if ids else "no client has started"
 
     def _is_lost(self, version: int, task: Task) -> bool:
         if not self._settings.lost:
@@ -139,11 +179,16 @@ class StepPlanner:
 
 
 class _Available(OnDemand[Client]):
-    """The clients that are not in flight, created on demand."""
+    """The clients that may start, created on demand.
 
-    def __init__(self, clients: Clients, unavailable: Set[int]) -> None:
+    Args:
+        clients: All clients.
+        unavailable: Sorted indices of the others, int [unavailable].
+    """
+
+    def __init__(self, clients: Clients, unavailable: np.ndarray) -> None:
         self._clients = clients
-        self._unavailable = np.array(sorted(unavailable))
+        self._unavailable = unavailable
         # Number of available clients before each unavailable one
         self._before = self._unavailable - np.arange(len(unavailable))
 
@@ -204,7 +249,9 @@ def _make_capacity(settings: FleetSettings, cohort: int, eligible: int) -> Capac
             f"Raise concurrency, or lower train.fleet.buffer"
         )
     most = math.inf if settings.stale.most is None else settings.stale.most
-    capacity = Capacity(buffer, concurrency, most, settings.over)
+    hours = settings.hours
+    longest = math.inf if hours is None else hours.period * hours.most
+    capacity = Capacity(buffer, concurrency, most, settings.over, longest)
     if settings.over > 1 and not capacity.synchronous:
         raise ConfigError(
             f"train.fleet.over: {settings.over:g} has an effect only if concurrency ({concurrency}) equals buffer ({buffer}). "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +42,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "partition", "file"): None,
     ("train", "block"): "auto",
     ("train", "clients"): None,
+    ("train", "fleet", "hours"): None,
     ("train", "fleet"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -174,7 +174,7 @@ def _drop_neutral(values: dict[str, Any], only: str = "") -> None:
     for (*groups, key), neutral in _CAME_LATER.items():
         if only and groups[:1] != [only]:
             continue
-        group = functools.reduce(operator.getitem, groups, values)
+        group = functools.reduce(lambda inner, name: inner.get(name) or {}, groups, values)
         if key in group and group[key] == neutral:
             del group[key]
     _drop_neutral_of_pools(values["data"])

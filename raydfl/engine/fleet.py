@@ -140,6 +140,8 @@ class Capacity:
     """Largest staleness of an arrival in server steps. Older results are dropped."""
     over: float = 1.0
     """Factor on the places of synchronous training, at least 1. Clients in flight after the last arrival are dropped."""
+    longest: float = math.inf
+    """Largest duration of a server step in seconds. A longer step ends then, with the arrivals so far."""
 
     @property
     def synchronous(self) -> bool:
@@ -166,43 +168,55 @@ class Step:
     """The queue after the step."""
 
 
-Starter = Callable[[int, Set[int]], Sequence[Start]]
-"""Function from a number of free places and the indices of unavailable clients to the next starts."""
+Starter = Callable[[float, int, Set[int]], Sequence[Start]]
+"""Function from the time, a number of free places and the indices of unavailable clients to the next starts."""
+Opening = Callable[[float, Set[int]], float]
+"""Function from a time and the indices of unavailable clients to the next time at which the hours of another client begin."""
 
 
-def advance(fleet: Fleet, version: int, capacity: Capacity, start: Starter) -> Step:
+def _never(now: float, unavailable: Set[int]) -> float:
+    return math.inf
+
+
+def advance(fleet: Fleet, version: int, capacity: Capacity, start: Starter, opening: Opening = _never) -> Step:
     """Advance the virtual time until the buffer of a server step is full.
 
     A client is unavailable while it is in flight, and after its arrival in this step: two starts from one version would train on
     the same batches. The server receives all clients of an instant, as far as the buffer has room, before it starts others.
-    So draws do not depend on the order of equal arrival times.
+    So draws do not depend on the order of equal arrival times. If fewer clients than free places can start, the free places wait
+    for the hours of further clients.
 
     Args:
         fleet: The queue before the step.
         version: Number of completed server steps.
         capacity: Sizes of the queue.
         start: Chooses the starting clients. It may return fewer clients than free places.
+        opening: Returns the next beginning of a client's hours; default: all clients are always available.
 
     Returns:
         The arrivals, and the queue after the step. Equal arguments give equal results.
     """
     queue = [(flight.arrival, flight.number, flight) for flight in fleet.flights]  # sorted, therefore a heap
     now, number = fleet.seconds, fleet.started
+    end = now + capacity.longest
     arrivals: list[Flight] = []
     dropped: list[tuple[Flight, str]] = []
     unavailable = {flight.start.client for flight in fleet.flights}
-    refill = True
+    free, refill = capacity.places - len(queue), True
     while True:
-        free = capacity.places - len(queue)
         if refill and free > 0:
-            for begun in start(free, unavailable):
+            for begun in start(now, free, unavailable):
                 flight = Flight(now + begun.seconds, number, version, begun)
                 heapq.heappush(queue, (flight.arrival, number, flight))
                 unavailable.add(begun.client)
-                number += 1
-        if not queue:
+                number, free = number + 1, free - 1
+        opens = opening(now, unavailable) if free > 0 else math.inf
+        arrival = queue[0][0] if queue else math.inf
+        if arrival == opens == math.inf:
             break
-        now = queue[0][0]
+        now = min(arrival, opens, end)
+        if now == end < min(arrival, opens):
+            break
         while queue and queue[0][0] == now and len(arrivals) < capacity.buffer:
             flight = heapq.heappop(queue)[2]
             stale = version - flight.version > capacity.most
@@ -213,8 +227,12 @@ def advance(fleet: Fleet, version: int, capacity: Capacity, start: Starter) -> S
                 arrivals.append(flight)
         if len(arrivals) == capacity.buffer:
             break
-        # A synchronous step without any result is repeated.
-        refill = not capacity.synchronous or not (queue or arrivals)
+        if not capacity.synchronous:
+            free, refill = capacity.places - len(queue), True
+        elif not (queue or arrivals) and arrival == now:  # A synchronous step without any result is repeated.
+            free, refill = capacity.places, True
+        else:
+            refill = opens == now
     flights = tuple(entry[2] for entry in sorted(queue, key=lambda entry: entry[:2]))
     if capacity.synchronous:
         dropped += [(flight, UNUSED) for flight in flights]

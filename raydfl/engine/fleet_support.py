@@ -6,7 +6,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
 from raydfl.engine.settings import RaySettings
-from raydfl.rules import Gaussian
+from raydfl.rules import Gaussian, UniformMean, WeightedMean
 from raydfl.training import TrainSettings
 
 
@@ -29,6 +29,11 @@ def check_fleet(train: TrainSettings, ray: RaySettings, components: Components) 
         reason = "ray.actors=per_client is not supported. Set ray.actors to a number"
     elif isinstance(method, Grouped):
         reason = "train.groups trains several states. Set train.groups to none"
+    elif train.fleet.mix == "model" and type(components.rule) not in {WeightedMean, UniformMean}:
+        reason = (
+            f"mix=model is the mixing of FedAsync, which averages, and rule {type(components.rule).__name__} is no mean. Set "
+            f"train.fleet.mix=change"
+        )
     elif method.additions:
         reason = f"method {type(method).__name__} sends tensors that the server does not know. Choose another method"
     else:

@@ -61,6 +61,8 @@ def check_needs(
     fleet = phases[0].fleet
     if fleet is not None:
         needs |= {f"train.fleet.seconds.{key}": Needs(columns=(name,)) for key, name in fleet.seconds.columns.items()}
+        if fleet.hours is not None:
+            needs["train.fleet.hours"] = Needs(columns=(fleet.hours.column,))
     for owner, declared in needs.items():
         conflicts = (
             *_find_method_conflicts(declared, method, names),

@@ -9,7 +9,7 @@ Terms: a *flat name* is ``"model/layer.weight"``. A tensor is *shared* (sent to 
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.execution import Execution
-from raydfl.training.fleet import FleetSettings
+from raydfl.training.fleet import FleetSettings, HoursSettings
 from raydfl.training.multiply_adds import TrainingCounter, count_multiply_adds
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
@@ -26,6 +26,7 @@ __all__ = [
     "DeadlineExceededError",
     "Execution",
     "FleetSettings",
+    "HoursSettings",
     "Loss",
     "PhaseSettings",
     "Plan",

@@ -67,6 +67,22 @@ class SecondsSettings(Settings):
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
+class HoursSettings(Settings):
+    """Hours in which clients may train, in virtual time."""
+
+    column: str = Field(
+        description="Column of the profile with the hours of each client: spans of seconds within the period, such as "
+        "'0-3600 7200-10800'. A client starts within its hours, and is lost if its work ends later."
+    )
+    period: float = Field(86400.0, gt=0, allow_inf_nan=False, description="Seconds after which the hours repeat.")
+    most: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest duration of a server step in periods. A longer step ends then, with the clients that have arrived.",
+    )
+
+
 class FleetSettings(Settings):
     """Asynchronous training in virtual time. A round is a server step."""
 
@@ -92,3 +108,4 @@ class FleetSettings(Settings):
     )
     lost: float = Field(0.0, ge=0, lt=1, description="Probability of losing a client's result.")
     seconds: SecondsSettings = SecondsSettings()
+    hours: HoursSettings | None = None

@@ -159,6 +159,46 @@ def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
 
 
+THIRDS = "data.profile={hours: {values: ['0-40', '40-80', '80-120']}}"
+HOURS = (THIRDS, "train.fleet.hours={column: hours, period: 120}", "train.fleet.seconds={start: 9, example: 0}")
+
+
+def test_clients_train_only_in_their_hours(tiny: Tiny) -> None:
+    """Each client works 9 s, in its third of 120 s. So four of the 9 s fit into each third, and a fifth start is lost."""
+    config = tiny("data.speakers=3", *HOURS, "train.rounds=13", "train.fleet.buffer=1", "train.fleet.concurrency=3")
+    run_dir = known_run(config)
+    assert read_rows(run_dir, "virtual_seconds") == [
+        *(9, 18, 27, 36),
+        *(49, 58, 67, 76),
+        *(89, 98, 107, 116),
+        129,
+    ]
+    reasons = [row.note for row in record.to_rows(record.read_rows(run_dir)) if row.metric == "dropped" and row.client]
+    assert reasons == ["lost"] * 3
+
+
+def test_permanent_hours_change_no_bit(tiny: Tiny) -> None:
+    always = ("data.profile={hours: {values: ['0-50 50-120']}}", "train.fleet.hours={column: hours, period: 120}")
+    assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *always)))
+
+
+@pytest.mark.parametrize("concurrency", [2, 5])
+def test_a_run_with_hours_resumes_after_any_step(tiny: Tiny, concurrency: int) -> None:
+    settings = (*ASYNCHRONOUS, *HOURS, f"train.fleet.concurrency={concurrency}", "train.rounds=5")
+    whole = known(tiny(*settings))
+    for rounds in (1, 3):
+        config = tiny(*settings, f"run.name=hours{rounds}")
+        stop_after(config, rounds)
+        assert_same_bits(whole, finish_in(Path(config.run.dir) / f"hours{rounds}", config))
+
+
+def test_hours_that_nobody_can_keep_end_the_run(tiny: Tiny) -> None:
+    short = ("data.profile={hours: {values: ['0-5']}}", "train.fleet.hours={column: hours, period: 60, most: 3}")
+    config = tiny(*HOURS, *short, "data.speakers=2", "train.fleet.buffer=1", "train.fleet.concurrency=2")
+    with pytest.raises(ConfigError, match=r"in round 1, from second 0 to 180; lost: 's[01]', 's[01]'. Lower"):
+        known_run(config)
+
+
 REFERENCE = (
     "data.speakers=8",
     "train.rounds=30",
@@ -254,6 +294,16 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.seconds.down=pace", PACES.format("0, 2")], "'s[0-7]' has pace = 0. Give each client .* above 0"),
         (["train.fleet.seconds.example=pace", PACES.format("fast")], "'s0' has pace = fast. Give each .* at least 0"),
         (["train.fleet.seconds.start=pace", PACES.format("-1")], "'s0' has pace = -1"),
+        (["train.fleet.mix=model", "method.rule=median"], "rule Median is no mean"),
+        (["train.fleet.hours.column=hours"], "train.fleet.hours needs"),
+        (
+            ["train.fleet.hours.column=pace", PACES.format("0-9 5-12")],
+            "'s0' has pace = 0-9 5-12: the spans overlap at 5",
+        ),
+        (["train.fleet.hours.column=pace", PACES.format("9-5")], "the span 9-5 is empty or leaves the period"),
+        (["train.fleet.hours.column=pace", PACES.format("0-86401")], "the span 0-86401 is empty or leaves"),
+        (["train.fleet.hours.column=pace", PACES.format("night")], "not a list of spans BEGIN-END. Give each client"),
+        (["train.fleet.hours.column=pace", PACES.format("5")], "'s0' has pace = 5: it is not a list of spans"),
     ],
 )
 def test_bad_settings_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:

@@ -59,7 +59,12 @@ CONFIGURATIONS = {
         "train.phases={multimodal: {rounds: 1}}",
     ],
     "sites": ["data.sites={here: {folder: /here}}"],
-    "fleet": ["train.fleet={seconds: {spread: 1}}", "train.deadline=null"],
+    "fleet": [
+        "train.fleet={seconds: {spread: 1}}",
+        "train.deadline=null",
+        "data.profile={h: {values: [0-9]}}",
+        "train.fleet.hours.column=h",
+    ],
 }
 
 

@@ -12,62 +12,125 @@ import pytest
 
 from raydfl.core.types import Task
 from raydfl.engine.fleet import LOST, STALE, UNUSED, Capacity, Fleet, Start, Starter, Step, advance
+from raydfl.engine.hours import Hours, parse_spans
+
+Spans = Sequence[tuple[int, int]]
+"""Hours of a client: spans of seconds, repeated every :data:`PERIOD` seconds."""
+PERIOD = 20
 
 
-def draw_starts(paces: Sequence[float], seed: int, version: int, lost: float = 0.0) -> Starter:
+def is_open(spans: Spans, second: float) -> bool:
+    return any(begin <= second % PERIOD < end for begin, end in spans)
+
+
+def draw_starts(
+    paces: Sequence[float], seed: int, version: int, lost: float = 0.0, spans: Sequence[Spans] | None = None
+) -> Starter:
     """Return a starter that draws available clients uniformly."""
     rng = np.random.default_rng([seed, version])
 
-    def start(free: int, unavailable: Set[int]) -> list[Start]:
-        available = [client for client in range(len(paces)) if client not in unavailable]
-        clients = rng.permutation(available)[:free].tolist()
-        return [Start(c, Task(str(c)), paces[c], lost > 0 and bool(rng.random() < lost)) for c in clients]
+    def outlasts(client: int, now: float) -> bool:
+        return spans is not None and not all(is_open(spans[client], now + s) for s in range(int(paces[client])))
+
+    def start(now: float, free: int, unavailable: Set[int]) -> list[Start]:
+        available = [c for c in range(len(paces)) if c not in unavailable and (not spans or is_open(spans[c], now))]
+        clients = rng.permutation(available)[:free].tolist() if available else []
+        gone = [lost > 0 and bool(rng.random() < lost) for _ in clients]
+        return [Start(c, Task(str(c)), paces[c], bad or outlasts(c, now)) for c, bad in zip(clients, gone, strict=True)]
 
     return start
 
 
-def run_queue(paces: Sequence[float], capacity: Capacity, steps: int, seed: int = 1, lost: float = 0.0) -> list[Step]:
+def run_queue(
+    paces: Sequence[float],
+    capacity: Capacity,
+    steps: int,
+    seed: int = 1,
+    lost: float = 0.0,
+    spans: Sequence[Spans] | None = None,
+) -> list[Step]:
     """Advance a new queue by some steps."""
+    texts = [" ".join(f"{begin}-{end}" for begin, end in own) for own in spans or ()]
+    hours = Hours([parse_spans(text, PERIOD) for text in texts], np.arange(len(texts)), PERIOD)
     done: list[Step] = []
     for version in range(steps):
         fleet = done[-1].fleet if done else Fleet()
-        done.append(advance(fleet, version, capacity, draw_starts(paces, seed, version, lost)))
+        start = draw_starts(paces, seed, version, lost, spans)
+        opening = {} if spans is None else {"opening": lambda now, away: hours.find_opening(now, away, None)}
+        done.append(advance(fleet, version, capacity, start, **opening))
     return done
 
 
+def receive(
+    arriving: list[tuple[int, int, int, bool]],
+    flying: list[tuple[int, int, int, bool]],
+    used: list[tuple[int, int]],
+    dropped: list[tuple[int, str]],
+    capacity: Capacity,
+    version: int,
+) -> None:
+    """Move clients that arrive in a second to the used or the dropped ones, as far as the buffer has room."""
+    for entry in arriving:
+        if len(used) < capacity.buffer:
+            flying.remove(entry)
+            _, client, since, gone = entry
+            if gone:
+                dropped.append((client, LOST))
+            elif version - since > capacity.most:
+                dropped.append((client, STALE))
+            else:
+                used.append((client, since))
+
+
 def simulate_by_seconds(
-    paces: Sequence[int], capacity: Capacity, steps: int, seed: int, lost: float
+    paces: Sequence[int],
+    capacity: Capacity,
+    steps: int,
+    seed: int,
+    lost: float,
+    spans: Sequence[Spans] | None = None,
 ) -> list[tuple[float, list[tuple[int, int]], list[tuple[int, str]]]]:
     """Simulate the queue second by second: time of each step, arrivals (client, version), and dropped clients."""
     flying: list[tuple[int, int, int, bool]] = []  # (last second, client, version, lost), in order of their start
     second, results = 0, []
     for version in range(steps):
-        start = draw_starts(paces, seed, version, lost)
+        start = draw_starts(paces, seed, version, lost, spans)
         used: list[tuple[int, int]] = []
         dropped: list[tuple[int, str]] = []
-        may_start = True
+        last_second = second + capacity.longest
+        places, may_start = capacity.places - len(flying), True
         while True:
-            if may_start and len(flying) < capacity.places:
+            if may_start and places > 0:
                 away = frozenset([client for _, client, _, _ in flying] + [client for client, _ in used])
-                new = start(capacity.places - len(flying), away)
+                new = start(second, places, away)
                 flying += [(second + int(s.seconds), s.client, version, s.lost) for s in new]
-            if not flying:
+                places -= len(new)
+            waiting = spans is not None and places > 0
+            away = {client for _, client, _, _ in flying} | {client for client, _ in used}
+            if not flying and not (waiting and len(away) < len(paces)):
                 break
-            while not any(last == second for last, *_ in flying):
+            opened = False
+            while not any(last == second for last, *_ in flying) and second < last_second:
                 second += 1
-            for entry in list(flying):
-                if entry[0] == second and len(used) < capacity.buffer:
-                    flying.remove(entry)
-                    _, client, since, gone = entry
-                    if gone:
-                        dropped.append((client, LOST))
-                    elif version - since > capacity.most:
-                        dropped.append((client, STALE))
-                    else:
-                        used.append((client, since))
+                opened = waiting and any(
+                    is_open(own, second) and not is_open(own, second - 1)
+                    for client, own in enumerate(spans or ())
+                    if client not in away
+                )
+                if opened:
+                    break
+            arriving = [entry for entry in flying if entry[0] == second]
+            if not (arriving or opened):
+                break
+            receive(arriving, flying, used, dropped, capacity, version)
             if len(used) == capacity.buffer:
                 break
-            may_start = capacity.concurrency > capacity.buffer or not (flying or used)
+            if capacity.concurrency > capacity.buffer:
+                places, may_start = capacity.places - len(flying), True
+            elif arriving and not (flying or used):
+                places, may_start = capacity.places, True
+            else:
+                may_start = opened
         if capacity.concurrency == capacity.buffer:
             dropped += [(client, UNUSED) for _, client, _, _ in sorted(flying, key=lambda entry: entry[0])]
             flying = []
@@ -75,16 +138,30 @@ def simulate_by_seconds(
     return results
 
 
+def draw_spans(rng: np.random.Generator) -> Spans:
+    """Draw one to three spans within the period, some of them adjacent, also across its end."""
+    edges = np.sort(rng.choice(PERIOD + 1, size=2 * int(rng.integers(1, 4)), replace=False)).tolist()
+    spans = list(zip(edges[::2], edges[1::2], strict=True))
+    if rng.random() < 0.3:
+        spans = [
+            (begin, edges[2 * place + 2] if place + 1 < len(spans) else end) for place, (begin, end) in enumerate(spans)
+        ]
+    return spans
+
+
+@pytest.mark.parametrize("with_hours", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_the_queue_equals_a_simulation_second_by_second(seed: int) -> None:
+def test_the_queue_equals_a_simulation_second_by_second(seed: int, with_hours: bool) -> None:
     rng = np.random.default_rng(seed)
     paces = rng.integers(1, 12, size=int(rng.integers(6, 30))).tolist()
     buffer = int(rng.integers(1, 5))
     concurrency = int(rng.integers(buffer, len(paces) + 1)) if rng.random() < 0.7 else buffer
     over = float(rng.choice([1.0, 1.3])) if concurrency == buffer else 1.0
-    capacity = Capacity(buffer, concurrency, float(rng.choice([1.0, 3.0, math.inf])), over)
+    longest = 10.0 * PERIOD if with_hours else math.inf
+    capacity = Capacity(buffer, concurrency, float(rng.choice([1.0, 3.0, math.inf])), over, longest)
     lost = float(rng.choice([0.0, 0.3]))
-    steps = run_queue(paces, capacity, 12, seed, lost)
+    spans = [draw_spans(rng) for _ in paces] if with_hours else None
+    steps = run_queue(paces, capacity, 12, seed, lost, spans)
     found = [
         (
             step.fleet.seconds,
@@ -93,7 +170,41 @@ def test_the_queue_equals_a_simulation_second_by_second(seed: int) -> None:
         )
         for step in steps
     ]
-    assert found == simulate_by_seconds(paces, capacity, 12, seed, lost)
+    assert found == simulate_by_seconds(paces, capacity, 12, seed, lost, spans)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hours_equal_a_search_second_by_second(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spans = [draw_spans(rng) for _ in range(5)]
+    texts = [" ".join(f"{begin}-{end}" for begin, end in own) for own in spans]
+    hours = Hours([parse_spans(text, PERIOD) for text in texts], np.arange(5), PERIOD)
+    eligible = rng.random(5) < 0.7
+    for now in range(3 * PERIOD):
+        ends = hours.find_ends(now)
+        for own, end in zip(spans, ends, strict=True):
+            open_for = next((s for s in range(2 * PERIOD) if not is_open(own, now + s)), math.inf)
+            assert end == (now + open_for if open_for else -math.inf)
+        later = [
+            second
+            for second in range(now + 1, now + 2 * PERIOD)
+            for client, own in enumerate(spans)
+            if eligible[client] and client and is_open(own, second) and not is_open(own, second - 1)
+        ]
+        assert hours.find_opening(now, {0} if eligible[0] else set(), eligible) == min(later, default=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("text", "spans"),
+    [
+        ("0-20", [(0, 20)]),
+        ("5-8 8-12.5", [(5, 12.5)]),
+        ("15-20 0-4 6-7", [(6, 7), (15, 24)]),
+        ("0-12 12-20", [(0, 20)]),
+    ],
+)
+def test_adjacent_spans_are_joined(text: str, spans: list[tuple[float, float]]) -> None:
+    assert parse_spans(text, 20) == spans
 
 
 def test_equal_paces_give_rounds_of_equal_length_without_staleness() -> None:
@@ -167,7 +278,7 @@ def test_the_most_stale_arrival_keeps_the_limit_and_older_ones_are_dropped() -> 
 def test_a_step_is_repeated_until_a_result_survives() -> None:
     attempts = itertools.count()
 
-    def start(free: int, unavailable: Set[int]) -> list[Start]:
+    def start(now: float, free: int, unavailable: Set[int]) -> list[Start]:
         lost = next(attempts) < 2
         return [Start(client, Task(str(client)), 1.0, lost) for client in range(free)]
 
