@@ -99,7 +99,7 @@ class Config(Settings):
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         check_block(self.train, self.components)
         check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
-        check_fleet(self.train, self.ray, self.components)
+        check_fleet(self.train, self.ray, self.run, self.components)
         self._check_reference()
         return self
 
@@ -291,7 +291,8 @@ class Config(Settings):
         best = any(phase.begin == "best" for phase in self.train.phases.values())
         groups = {"stop": self.run.stop, "best": self.run.best if best else None}
         criteria = {name: group.model_dump(mode="json") for name, group in groups.items() if group is not None}
-        criteria.get("stop", {}).pop("epsilon", None)  # phases exclude privacy, so it is null
+        for limit in ("epsilon", "seconds"):  # Phases exclude privacy, and seconds end no phase before the training.
+            criteria.get("stop", {}).pop(limit, None)
         return {**criteria, "evaluate": self.evaluate.model_dump(mode="json")} if criteria else {}
 
 

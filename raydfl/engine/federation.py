@@ -33,6 +33,7 @@ from raydfl.engine.listeners import (
     ReadAhead,
     Recorder,
     StopRule,
+    TimeLimit,
     begin_phase,
 )
 from raydfl.engine.networks import build_models
@@ -122,7 +123,9 @@ class Federation:
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
         in_flight = NOBODY if commit is None else commit.in_flight
+        self._time_limit = TimeLimit(config.run)
         spent = "" if self._private is None else self._private.explain_end(state.round_index)
+        spent = spent or self._time_limit.explain_end(in_flight)
         phases = config.phases.replace_first(begun)
         self.checkpoint = Checkpoint(state, private, phases, selection, spent, in_flight).replace_state(state)
         if commit is None:
@@ -147,6 +150,7 @@ class Federation:
             BestRound(),
             StopRule(),
             *(() if self._private is None else (PrivacyBudget(self._private),)),
+            self._time_limit,
             PhaseChange(config, store, self._committer),
             self._ahead,
             Recorder(config, self.clients, pool, store, self._committer, self._private),
@@ -260,7 +264,8 @@ class Federation:
     def _evaluate(self, current: Round) -> None:
         """Evaluate shared models on the server's data, and clients on their held-out clips, if an evaluation is due."""
         report = current.report
-        current.evaluated = report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds
+        last = report.round == self.config.train.rounds or bool(self._time_limit.explain_end(current.in_flight))
+        current.evaluated = last or report.round % self.config.evaluate.every == 0
         if current.evaluated:
             rows, report.unmeasured = self._measure(current.cohort)
             report.scores = record.scores(rows)

@@ -5,18 +5,23 @@ from __future__ import annotations
 from raydfl.core.errors import ConfigError
 from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
-from raydfl.engine.settings import RaySettings
+from raydfl.engine.settings import RaySettings, RunSettings
 from raydfl.rules import Gaussian, UniformMean, WeightedMean
 from raydfl.training import TrainSettings
 
 
-def check_fleet(train: TrainSettings, ray: RaySettings, components: Components) -> None:
-    """Reject settings that asynchronous training in virtual time does not support.
+def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, components: Components) -> None:
+    """Reject settings that asynchronous training in virtual time does not support, or that need it.
 
     Raises:
-        ConfigError: ``train.fleet`` is set, and another setting excludes it. The message names that setting.
+        ConfigError: Another setting excludes ``train.fleet``, or needs it. The message names that setting.
     """
     if train.fleet is None:
+        if run.stop is not None and run.stop.seconds is not None:
+            raise ConfigError(
+                "run.stop.seconds limits the virtual time, but train.fleet is off. Set train.fleet.buffer, or remove "
+                "run.stop.seconds"
+            )
         return
     method = components.method
     if train.deadline is not None:

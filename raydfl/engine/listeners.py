@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -19,9 +20,11 @@ from raydfl.core.users_code import naming_failures
 from raydfl.engine.asynchrony import record_step
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.fleet import InFlight
 from raydfl.engine.pool import Pool
 from raydfl.engine.privacy import STUDY, PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
+from raydfl.engine.settings import RunSettings
 from raydfl.engine.storage.committer import Committer
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.storage.store import RunStore, as_stored
@@ -90,12 +93,33 @@ class PrivacyBudget:
             epsilon = self._private.mechanism.compute_epsilon(report.round)
             report.privacy = f"epsilon {epsilon:.3g}{'' if self._private.secret else f' ({STUDY})'}"
             done.measured.add_fact("privacy/epsilon", epsilon, self._private.describe(report.round, epsilon))
-        if not ended:
-            return checkpoint
-        if not report.stopped:
-            report.stopped = ended
-            done.measured.add_fact("stopped", report.round, ended)
-        return dataclasses.replace(checkpoint, spent=ended)
+        return _end_training(done, checkpoint, ended)
+
+
+class TimeLimit:
+    """Ends the training by ``run.stop.seconds``, in virtual time."""
+
+    def __init__(self, run: RunSettings) -> None:
+        self._limit = math.inf if run.stop is None or run.stop.seconds is None else run.stop.seconds
+
+    def explain_end(self, in_flight: InFlight) -> str:
+        """Return why the training ends at the virtual time of a queue; empty: it continues."""
+        now = in_flight.fleet.seconds
+        return f"the virtual time ({now:g} s) has reached run.stop.seconds" if now >= self._limit else ""
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """End the training in the first round that reaches the limit."""
+        return _end_training(done, checkpoint, self.explain_end(checkpoint.in_flight))
+
+
+def _end_training(done: Round, checkpoint: Checkpoint, reason: str) -> Checkpoint:
+    """End the training for a reason; empty: it continues."""
+    if not reason:
+        return checkpoint
+    if not done.report.stopped:
+        done.report.stopped = reason
+        done.measured.add_fact("stopped", done.report.round, reason)
+    return dataclasses.replace(checkpoint, spent=reason)
 
 
 class PhaseChange:

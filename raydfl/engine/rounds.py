@@ -28,7 +28,7 @@ class Checkpoint:
     """Phases with their actual first rounds. ``run.stop`` can end a phase early."""
     selection: Selection
     spent: str = ""
-    """Reason of ``run.stop.epsilon`` to end the training; empty: training continues."""
+    """Reason of ``run.stop.epsilon`` or ``run.stop.seconds`` to end the training; empty: training continues."""
     in_flight: InFlight = NOBODY
     """Clients that train asynchronously (``train.fleet``)."""
 

@@ -278,10 +278,18 @@ class StopSettings(MetricChoice):
         "metric, only epsilon ends the training. null: no limit.",
     )
 
+    seconds: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Virtual time of train.fleet. Training ends with the first round that reaches it. Without metric, only this "
+        "time ends it. null: no limit.",
+    )
+
     @property
     def by_metric(self) -> bool:
         """True if a metric may end the training."""
-        return self.epsilon is None or self.metric is not None
+        return self.epsilon is self.seconds is None or self.metric is not None
 
 
 class ReferenceSettings(Settings):

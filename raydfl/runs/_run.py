@@ -318,10 +318,10 @@ def _explain_completion(config: Config, name: str, round_index: int, ended: str)
     """
     if not ended or config.run.stop is None:
         return f"all {round_index} rounds are done. To add rounds: raydfl resume {name} train.rounds={2 * round_index}"
-    limit = config.run.stop.epsilon
     more = f"run.stop.patience={2 * config.run.stop.patience}"
-    if limit is not None and "run.stop.epsilon" in ended:
-        more = f"run.stop.epsilon={2 * limit:g}"
+    for limit, value in (("epsilon", config.run.stop.epsilon), ("seconds", config.run.stop.seconds)):
+        if value is not None and f"run.stop.{limit}" in ended:
+            more = f"run.stop.{limit}={2 * value:g}"
     return f"stopped in round {round_index}: {ended}. To continue: raydfl resume {name} {more}, or run.stop=null"
 
 

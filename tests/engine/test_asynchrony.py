@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import final_state, finish_in, known, known_run, stop_after
 
+from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population
 from raydfl.engine.config import Config
@@ -154,6 +155,29 @@ def test_the_arrivals_do_not_depend_on_the_training(tiny: Tiny) -> None:
         assert len(first) == 6
 
 
+def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) -> None:
+    """The limit is the end of the second round. This round is evaluated, although no evaluation is due."""
+    settings = (*ASYNCHRONOUS, "train.rounds=12", "evaluate.every=5")
+    limit = read_rows(known_run(tiny(*settings)), "virtual_seconds")[1]
+    config = tiny(*settings, "run.name=limited", f"run.stop.seconds={limit}")
+    server = start_server(config)
+    try:
+        reports = [server.round(), server.round()]
+        server.finish()
+    finally:
+        server.close()
+    assert [report.stopped for report in reports] == ["", f"the virtual time ({limit:g} s) has reached run.stop.seconds"]
+    assert not reports[0].scores
+    assert reports[1].scores
+    run_dir = Path(config.run.dir) / "limited"
+    again = Server(run_dir, config)
+    try:
+        assert again.open()[2] == reports[1].stopped
+    finally:
+        again.close()
+    assert_same_bits(known(tiny(*settings)), finish_in(run_dir, tiny(*settings)))
+
+
 def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
     neutral = ("train.fleet.lost=0.0", "train.fleet.over=1.0", "train.fleet.stale.most=1000000")
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
@@ -294,6 +318,7 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.seconds.down=pace", PACES.format("0, 2")], "'s[0-7]' has pace = 0. Give each client .* above 0"),
         (["train.fleet.seconds.example=pace", PACES.format("fast")], "'s0' has pace = fast. Give each .* at least 0"),
         (["train.fleet.seconds.start=pace", PACES.format("-1")], "'s0' has pace = -1"),
+        (["run.stop.seconds=5"], "Set train.fleet.buffer, or remove run.stop.seconds"),
         (["train.fleet.mix=model", "method.rule=median"], "rule Median is no mean"),
         (["train.fleet.hours.column=hours"], "train.fleet.hours needs"),
         (

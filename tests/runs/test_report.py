@@ -409,6 +409,28 @@ def test_a_comparison_has_names_dots_and_the_line_of_chance(tmp_path: Path) -> N
         assert f"<title>first-1, first-2: model, round {number:g}: {100 * value:.1f} %</title>" in accuracy
 
 
+@pytest.mark.usefixtures("pictures")
+def test_scores_over_virtual_time_are_drawn_for_runs_that_have_it(tmp_path: Path) -> None:
+    """A round of the first run lasts 20 s or, with its second seed, 40 s. The second run has no virtual time."""
+    for name, seed in (("fleet-1", 1), ("fleet-2", 2), ("plain", 3)):
+        settings = config("fedavg", seed=seed, rounds=20 if name != "plain" else 21)
+        settings["run"]["name"] = name
+        make_run(tmp_path / name, settings)
+    runs = [read_run(tmp_path / name) for name in ("fleet-1", "fleet-2", "plain")]
+    rounds = np.arange(1.0, 21.0)
+    for run, pace in zip(runs, (20, 40), strict=False):
+        run.curves["server", "virtual_seconds"] = Curve(rounds, pace * rounds, np.ones(20))
+    write_page(runs[:1], tmp_path / "one.html")
+    write_page(runs, tmp_path / "page.html")
+    for file, label, pace in (("one.html", "model, test data", 20), ("page.html", "fleet-1, fleet-2: model", 30)):
+        shown = Page(tmp_path / file)
+        assert shown.has("accuracy over virtual time" if file == "one.html" else "accuracy, test data, over virtual time")
+        curves = [run.curves["test", "model/accuracy"] for run in (runs[:1] if file == "one.html" else runs[:2])]
+        for number, value in zip(curves[0].rounds, np.mean([c.values for c in curves], axis=0), strict=True):
+            assert f"<title>{label}, virtual time (s) {pace * number:g}: {100 * value:.1f} %</title>" in shown.source
+        assert "plain: model, virtual" not in shown.source
+
+
 def test_a_mean_of_ten_needs_ten_measurements(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "run", config("fedavg", rounds=60))
     rows_of = {tuple(row[:3]): row[3:] for row in open_page(tmp_path, tmp_path / "run").table("model", "data", "score")}

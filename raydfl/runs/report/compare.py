@@ -32,12 +32,14 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
         {key for run in runs for key in run.scores()},
         key=lambda key: (sort_key(key[0], list(SPLITS)), models.index(model_name(key[1])), key[1]),
     )
+    headlines = {run.headline for run in runs}
+    main = [key for key in keys if base_name(key[1]) in headlines]
     return render_page(
         f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}",
         " · ".join(groups),
         [
             _show_scores(groups, keys),
-            Section("Learning curves", list(_draw_curves(groups, keys))),
+            Section("Learning curves", [*_draw_curves(groups, keys), *_draw_curves(groups, main, virtual=True)]),
             _show_differences(groups),
             _show_runs(groups),
         ],
@@ -85,8 +87,14 @@ def _select_settings(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in ("run", "ray", "track")}
 
 
-def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Plot]:
-    """Draw a figure for each score and split. Colours are those of the groups, dashes those of the models."""
+def _draw_curves(groups: Groups, keys: Sequence[Key], virtual: bool = False) -> Iterator[Plot]:
+    """Draw a figure for each score and split. Colours are those of the groups, dashes those of the models.
+
+    Args:
+        groups: The runs of each configuration.
+        keys: Splits and metrics.
+        virtual: Whether x is the virtual time, instead of the round. Runs without ``train.fleet`` are left out.
+    """
     models = list(dict.fromkeys(model_name(metric) for _, metric in keys))
     numbers = {label: number for number, label in enumerate(groups)}
     for base, split in itertools.product(UNITS, dict.fromkeys(split for split, _ in keys)):
@@ -97,17 +105,23 @@ def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Plot]:
             if not selected:
                 continue
             rounds, values, _ = align(selected)
-            if len(rounds):  # rounds with measurements of all runs
+            times = [run.find_seconds(rounds) for run in runs if (split, metric) in run.curves] if virtual else [rounds]
+            known = [time for time in times if time is not None]
+            if len(rounds) and len(known) == len(times):  # rounds with measurements of all runs
                 name = f"{label}: {model_name(metric)}" if model_name(metric) else label
                 dash = models.index(model_name(metric)) + numbers[label] // len(SERIES) * len(models)
-                dots = values if len(selected) > 1 else None
-                series.append(Series(name, rounds, values.mean(axis=0), None, None, numbers[label], dash, dots))
+                dots = values if len(selected) > 1 and not virtual else None
+                x = np.mean(known, axis=0)
+                series.append(Series(name, x, values.mean(axis=0), None, None, numbers[label], dash, dots))
         if series:
             chance = _find_chance(groups, base, split)
-            captions = ["Mean over seeds. Dots: single seeds."] * any(item.dots is not None for item in series)
+            several = any(len(runs) > 1 for runs in groups.values())
+            captions = [f"Mean over seeds{', of time and score' * virtual}."] * several
+            captions += ["Dots: single seeds."] * any(item.dots is not None for item in series)
             captions += ["Dotted line: chance."] * (chance is not None)
-            title = f"{SCORES[base].title}, {format_split(split)}"
-            yield plot_curves(title, " ".join(captions), series, UNITS[base], percent=SCORES[base].share, level=chance)
+            title = f"{SCORES[base].title}, {format_split(split)}{', over virtual time' * virtual}"
+            caption, share = " ".join(captions), SCORES[base].share
+            yield plot_curves(title, caption, series, UNITS[base], percent=share, level=chance, virtual=virtual)
 
 
 def _find_chance(groups: Groups, base: str, split: str) -> float | None:

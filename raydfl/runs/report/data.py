@@ -175,6 +175,11 @@ class RunRecord:
             for name, value in (models.items() if isinstance(models, Mapping) else ())
         }
 
+    def find_seconds(self, rounds: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """Return the virtual seconds [rounds] at the end of some rounds; ``None`` without ``train.fleet``."""
+        seconds = self.curves.get(("server", "virtual_seconds"))
+        return None if seconds is None else np.interp(rounds, [0, *seconds.rounds], [0, *seconds.values])
+
     @property
     def headline(self) -> str:
         """The main score: the first measured headline of raydfl.core.metrics.SCORES, or the loss."""

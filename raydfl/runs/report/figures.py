@@ -181,17 +181,19 @@ def plot_curves(
     percent: bool = False,
     lowest: float | None = None,
     level: float | None = None,
+    virtual: bool = False,
 ) -> Plot:
-    """Return a plot of curves over the rounds.
+    """Return a plot of curves over the rounds, or over virtual time.
 
     Args:
         title: Title of the plot.
         caption: Caption of the plot.
-        series: Curves with the number of completed rounds as x.
+        series: Curves with the number of completed rounds as x, or with virtual seconds.
         unit: Label of the y axis with its unit.
         percent: Show y values in 0..1 as per cent.
         lowest: Lower limit of the y axis. ``None`` fits it to the curves.
         level: Value of a dotted horizontal line. ``None``: no line.
+        virtual: Whether x is virtual time in seconds.
     """
 
     def draw(axes: Axes) -> None:
@@ -201,7 +203,10 @@ def plot_curves(
             axes.axhline(level, color=INK, linestyle=":", linewidth=0.9)
         if lowest is not None:
             axes.set_ylim(bottom=lowest)
-        label_rounds(axes)
+        if virtual:
+            axes.set_xlabel("virtual time (s)")
+        else:
+            label_rounds(axes)
         if percent:
             scale_percent(axes, series)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -46,7 +47,7 @@ def select_curve(run: RunRecord, key: Key) -> Curve:
 
 def show_learning(run: RunRecord) -> Section:
     """Show a figure for each score, with a curve per model and split, and a figure for each metric reported by losses."""
-    return Section("Learning curves", [*_draw_scores(run), *_draw_reported_metrics(run)])
+    return Section("Learning curves", [*_draw_scores(run), *_draw_over_time(run), *_draw_reported_metrics(run)])
 
 
 def _draw_scores(run: RunRecord) -> Iterator[Plot]:
@@ -56,6 +57,18 @@ def _draw_scores(run: RunRecord) -> Iterator[Plot]:
             bands = any(item.low is not None for item in series)
             caption = "Bands: mean ± standard deviation over clients." if bands else ""
             yield plot_curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
+
+
+def _draw_over_time(run: RunRecord) -> Iterator[Plot]:
+    """Draw the main score over the virtual time of ``train.fleet``, if the run has it."""
+    score, series = SCORES[run.headline], []
+    for item in (_make_series(run, key) for key in run.sort_scores(run.headline)):
+        seconds = run.find_seconds(item.x)
+        if seconds is not None:
+            series.append(dataclasses.replace(item, x=seconds))
+    if series:
+        title = f"{score.title} over virtual time"
+        yield plot_curves(title, "", series, UNITS[run.headline], percent=score.share, virtual=True)
 
 
 def _draw_reported_metrics(run: RunRecord) -> Iterator[Plot]:
