@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +14,9 @@ from rich.table import Table
 
 from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, explain_write_errors, show_progress
 from raydfl.core.errors import ConfigError, DataError, InputError
+
+if TYPE_CHECKING:
+    from raydfl.engine import Forecast
 
 data_app = typer.Typer(help="List, describe, import, prepare and plot data sets.", no_args_is_help=True)
 
@@ -176,10 +180,75 @@ def data_plot(
     from raydfl.runs.report import plot_partition
 
     config = load_config(file, overrides or [])
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf.")
+    _check_image(out)
     with show_progress(quiet=False, as_json=False) as progress:
         population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
     with explain_write_errors(out):
         plot_partition(population, out)
     print(out)  # noqa: T201
+
+
+@data_app.command("fleet", cls=TakesSettings)
+def data_fleet(
+    file: File,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="image to write (.png, .svg or .pdf)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the arrivals of asynchronous training (train.fleet) in virtual time, without training.
+
+    The forecast has the rounds of the configuration, or ends at run.stop.seconds. The busy places are the mean number of clients
+    in training. The last line shows how many updates come from slow clients.
+    """
+    from raydfl.data import start_reader
+
+    start_reader()
+    from raydfl.data import build_population
+    from raydfl.engine import forecast_steps, load_config
+
+    config = load_config(file, overrides or [])
+    if out is not None:
+        _check_image(out)
+    if config.data.sites:
+        raise InputError("data.sites: the clients are known only at the sites. Remove it, or start the run.")
+    with show_progress(quiet=True, as_json=False) as progress:
+        population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
+    forecast = forecast_steps(config, population)
+    if out is not None:
+        from raydfl.runs.report import plot_fleet
+
+        with explain_write_errors(out):
+            plot_fleet(forecast, out)
+    if as_json:
+        print(json.dumps(forecast.to_dict()))  # noqa: T201
+        return
+    _print_forecast(forecast)
+    if out is not None:
+        print(out)  # noqa: T201
+
+
+def _print_forecast(forecast: Forecast) -> None:
+    values, console = forecast.to_dict(), Console(highlight=False)
+    dropped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(values["dropped"].items())) or "none"
+    console.print(
+        f"{values['rounds']:,} rounds end after {values['seconds']:,.6g} virtual seconds, {values['seconds_per_round']:,.4g} each\n"
+        f"{values['arrivals']:,} updates, {values['arrivals_per_hour']:,.4g} an hour; dropped: {dropped}\n"
+        f"busy places: {values['busy']:.4g}",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table("", *(name for name in values["round_trip"]), box=None, pad_edge=False)
+    for label, name in (("round trip (s)", "round_trip"), ("staleness (rounds)", "staleness")):
+        table.add_row(label, *(f"{value:,.4g}" for value in values[name].values()))
+    console.print(table)
+    console.print(
+        f"{values['clients_without_update']:,} of {values['clients']:,} clients send no update. The slowest quarter of the others "
+        f"sends {100 * values['share_of_slowest']:.0f} % of the updates.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _check_image(out: Path) -> None:
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf.")

@@ -11,6 +11,7 @@ from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import find_received_entries, label_entry
 from raydfl.engine.federation import Federation
 from raydfl.engine.fine_tuning import personal_name
+from raydfl.engine.forecast import Forecast, forecast_steps
 from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, split_pieces
 from raydfl.engine.overrides import apply_overrides, apply_values
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "Criterion",
     "Federation",
+    "Forecast",
     "Leader",
     "Order",
     "Pool",
@@ -59,6 +61,7 @@ __all__ = [
     "describe_software",
     "find_best",
     "find_received_entries",
+    "forecast_steps",
     "hide_passwords",
     "holds_out",
     "keys_of",

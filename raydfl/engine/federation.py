@@ -36,7 +36,7 @@ from raydfl.engine.listeners import (
     TimeLimit,
     begin_phase,
 )
-from raydfl.engine.networks import build_models
+from raydfl.engine.networks import build_variants
 from raydfl.engine.orders import (
     SERVER,
     Measurement,
@@ -96,10 +96,7 @@ class Federation:
         self._planner = RoundPlanner(
             config, population, self.clients, cohorts, self._private, self._attackers.attacks, store
         )
-        variants = {
-            part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in combinations]
-            for part, combinations in self.clients.variants_of_parts().items()
-        }
+        variants = build_variants(self.method, self.clients.variants_of_parts(), config.run.seed)
         self._evaluation = Evaluation(
             config.evaluate,
             self.method,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -43,6 +43,22 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
         if isinstance(built, dict):
             built.update({name: copy.deepcopy(built[source]) for name, source in copies.items() if source in built})
         return built
+
+
+def build_variants(
+    method: Method, variants: Mapping[str, Sequence[tuple[ModelSpec, ...]]], run_seed: int
+) -> dict[str, list[tuple[tuple[ModelSpec, ...], dict[str, nn.Module]]]]:
+    """Build the networks of each part's combinations of architectures.
+
+    Args:
+        method: The method.
+        variants: Combinations of architectures by part.
+        run_seed: ``run.seed``.
+    """
+    return {
+        part: [(specs, build_models(method, specs, run_seed)) for specs in combinations]
+        for part, combinations in variants.items()
+    }
 
 
 def build_fixed_tensors(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:

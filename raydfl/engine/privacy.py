@@ -20,7 +20,7 @@ from raydfl.engine.accounting import Mechanism, check_library
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.initial_state import make_initial_state
-from raydfl.engine.networks import build_models
+from raydfl.engine.networks import build_variants
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.telemetry import TIMELINE, RoundReport, RoundRows
 from raydfl.rules import AdaptiveClip, Gaussian, NoisySum
@@ -63,10 +63,7 @@ def count_parameters(config: Config, clients: Clients) -> int:
     Raises:
         ConfigError: The method has no global model, or the rule does not fit it.
     """
-    variants = {
-        part: [(specs, build_models(config.components.method, specs, config.run.seed)) for specs in combinations]
-        for part, combinations in clients.variants_of_parts().items()
-    }
+    variants = build_variants(config.components.method, clients.variants_of_parts(), config.run.seed)
     return sum(
         tensor.numel() for tensor in make_initial_state(config, clients, variants).tensors[Gaussian.key].values()
     )

@@ -38,6 +38,7 @@ COMMANDS = [
     ["data", "info"],
     ["data", "prepare"],
     ["data", "plot"],
+    ["data", "fleet"],
 ]
 
 
@@ -319,6 +320,24 @@ def test_the_partition_is_plotted(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) ->
     raydfl("data", "plot", file, "--out", "/dev/null/who.png").refuses(
         "/dev/null/who.png cannot be written: File exists"
     )
+
+
+def test_the_arrivals_of_a_fleet_are_printed_without_training(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """Three of six clients train for 5 s each. A round of three arrivals therefore takes 5 s."""
+    fleet = ("train.fleet={buffer: 3, concurrency: 3, seconds: {start: 5, example: 0}}", "train.cohort=0.5")
+    file, out = write_config(tiny(*fleet, "train.rounds=4"), tmp_path), tmp_path / "fleet.svg"
+    lines = raydfl("data", "fleet", file, "--out", out).out.splitlines()
+    assert lines[:3] == [
+        "4 rounds end after 20 virtual seconds, 5 each",
+        "12 updates, 2,160 an hour; dropped: none",
+        "busy places: 3",
+    ]
+    assert lines[4].split() == ["round", "trip", "(s)", "5", "5", "5", "5"]
+    assert out.read_text().count("<svg") == 1
+    values = json.loads(raydfl("data", "fleet", file, "--json").out)
+    assert values["seconds"] == 20
+    assert values["staleness"] == {"10 %": 0, "50 %": 0, "90 %": 0, "largest": 0}
+    raydfl("data", "fleet", write_config(tiny(), tmp_path)).refuses("train.fleet is not set. Add train.fleet")
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

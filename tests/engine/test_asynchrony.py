@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.data import Population
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Fleet
+from raydfl.engine.forecast import forecast_steps
 from raydfl.engine.storage import record
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs._replay import replay
@@ -35,6 +36,8 @@ ASYNCHRONOUS = (
 )
 
 PACES = "data.profile={{pace: {{values: [{}]}}}}"
+THIRDS = "data.profile={hours: {values: ['0-40', '40-80', '80-120']}}"
+HOURS = (THIRDS, "train.fleet.hours={column: hours, period: 120}", "train.fleet.seconds={start: 9, example: 0}")
 PRIVATE = ("method.rule={name: gaussian, clip: 1.0, noise: 1.0}", "evaluate.clients=none")
 
 
@@ -155,6 +158,31 @@ def test_the_arrivals_do_not_depend_on_the_training(tiny: Tiny) -> None:
         assert len(first) == 6
 
 
+@pytest.mark.parametrize("settings", [(), HOURS, ("train.fleet.lost=0.3", "train.fleet.seconds.down=1000")])
+def test_a_forecast_equals_the_run(tiny: Tiny, settings: Sequence[str]) -> None:
+    config = tiny(*ASYNCHRONOUS, *settings, "train.rounds=7")
+    run_dir = known_run(config)
+    forecast = forecast_steps(config, Population.load(run_dir / "population"))
+    assert forecast.steps.tolist() == read_rows(run_dir, "virtual_seconds")
+    assert (forecast.staleness.reshape(7, 2).mean(axis=1)).tolist() == read_rows(run_dir, "staleness")
+    assert sum(forecast.dropped.values()) == sum(read_rows(run_dir, "dropped"))
+    assert forecast.clients == 8
+    # Five places are always taken, except while the hours of too few clients have begun.
+    assert forecast.busy == pytest.approx(5) if settings != HOURS else 0 < forecast.busy < 5
+
+
+def test_the_share_of_slow_clients_in_a_forecast(tiny: Tiny) -> None:
+    """In 36 s, three clients with 3 s arrive 12 times each, and one with 9 s four times: 4 of 40 updates."""
+    settings = ("data.speakers=4", PACES.format("3, 3, 3, 9"))
+    fleet = "train.fleet={buffer: 1, concurrency: 4, seconds: {start: pace, example: 0}}"
+    config = tiny(*settings, fleet, "train.rounds=500", "run.stop.seconds=38")
+    forecast = forecast_steps(config, Population.load(known_run(tiny(*settings)) / "population"))
+    arrived = forecast.arrivals <= 36
+    counts = sorted(np.bincount(forecast.arrived[arrived]).tolist())
+    assert counts == [4, 12, 12, 12]
+    assert forecast.share_of_slowest == pytest.approx(0.1, abs=0.01)
+
+
 def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) -> None:
     """The limit is the end of the second round. This round is evaluated, although no evaluation is due."""
     settings = (*ASYNCHRONOUS, "train.rounds=12", "evaluate.every=5")
@@ -166,7 +194,10 @@ def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) ->
         server.finish()
     finally:
         server.close()
-    assert [report.stopped for report in reports] == ["", f"the virtual time ({limit:g} s) has reached run.stop.seconds"]
+    assert [report.stopped for report in reports] == [
+        "",
+        f"the virtual time ({limit:g} s) has reached run.stop.seconds",
+    ]
     assert not reports[0].scores
     assert reports[1].scores
     run_dir = Path(config.run.dir) / "limited"
@@ -181,10 +212,6 @@ def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) ->
 def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
     neutral = ("train.fleet.lost=0.0", "train.fleet.over=1.0", "train.fleet.stale.most=1000000")
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
-
-
-THIRDS = "data.profile={hours: {values: ['0-40', '40-80', '80-120']}}"
-HOURS = (THIRDS, "train.fleet.hours={column: hours, period: 120}", "train.fleet.seconds={start: 9, example: 0}")
 
 
 def test_clients_train_only_in_their_hours(tiny: Tiny) -> None:

@@ -424,7 +424,9 @@ def test_scores_over_virtual_time_are_drawn_for_runs_that_have_it(tmp_path: Path
     write_page(runs, tmp_path / "page.html")
     for file, label, pace in (("one.html", "model, test data", 20), ("page.html", "fleet-1, fleet-2: model", 30)):
         shown = Page(tmp_path / file)
-        assert shown.has("accuracy over virtual time" if file == "one.html" else "accuracy, test data, over virtual time")
+        assert shown.has(
+            "accuracy over virtual time" if file == "one.html" else "accuracy, test data, over virtual time"
+        )
         curves = [run.curves["test", "model/accuracy"] for run in (runs[:1] if file == "one.html" else runs[:2])]
         for number, value in zip(curves[0].rounds, np.mean([c.values for c in curves], axis=0), strict=True):
             assert f"<title>{label}, virtual time (s) {pace * number:g}: {100 * value:.1f} %</title>" in shown.source

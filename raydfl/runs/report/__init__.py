@@ -17,6 +17,7 @@ from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.figures import Plot
+from raydfl.runs.report.fleet import plot_fleet
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
 from raydfl.runs.report.plateau import PlateauSettings, find_plateau
@@ -37,6 +38,7 @@ __all__ = [
     "find_problems",
     "judge",
     "measure_run",
+    "plot_fleet",
     "plot_partition",
     "read_run",
     "render_page",
