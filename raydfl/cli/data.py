@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,9 +15,6 @@ from rich.table import Table
 
 from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, explain_write_errors, show_progress
 from raydfl.core.errors import ConfigError, DataError, InputError
-
-if TYPE_CHECKING:
-    from raydfl.engine import Forecast
 
 data_app = typer.Typer(help="List, describe, import, prepare and plot data sets.", no_args_is_help=True)
 
@@ -222,13 +220,13 @@ def data_fleet(
     if as_json:
         print(json.dumps(forecast.to_dict()))  # noqa: T201
         return
-    _print_forecast(forecast)
+    _print_forecast(forecast.to_dict())
     if out is not None:
         print(out)  # noqa: T201
 
 
-def _print_forecast(forecast: Forecast) -> None:
-    values, console = forecast.to_dict(), Console(highlight=False)
+def _print_forecast(values: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
     dropped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(values["dropped"].items())) or "none"
     console.print(
         f"{values['rounds']:,} rounds end after {values['seconds']:,.6g} virtual seconds, {values['seconds_per_round']:,.4g} each\n"
@@ -242,7 +240,7 @@ def _print_forecast(forecast: Forecast) -> None:
         table.add_row(label, *(f"{value:,.4g}" for value in values[name].values()))
     console.print(table)
     console.print(
-        f"{values['clients_without_update']:,} of {values['clients']:,} clients send no update. The slowest quarter of the others "
+        f"{values['clients_without_update']:,} of {values['clients']:,} clients send no update. The slowest quarter of the rest "
         f"sends {100 * values['share_of_slowest']:.0f} % of the updates.",
         markup=False,
         soft_wrap=True,

@@ -121,7 +121,7 @@ class StepPlanner:
         raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
 
     def _find_taken(self, now: float, unavailable: Set[int]) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return the ends of the clients' hours, if any, and the sorted indices of clients that cannot start."""
+        """Return the ends of the clients' hours, if any, and the sorted indices of unavailable clients."""
         taken = np.array(sorted(unavailable), np.int64)
         if self._hours is None:
             return None, taken
@@ -179,11 +179,11 @@ class StepPlanner:
 
 
 class _Available(OnDemand[Client]):
-    """The clients that may start, created on demand.
+    """The available clients, created on demand.
 
     Args:
         clients: All clients.
-        unavailable: Sorted indices of the others, int [unavailable].
+        unavailable: Sorted indices of unavailable clients, int [unavailable].
     """
 
     def __init__(self, clients: Clients, unavailable: np.ndarray) -> None:

@@ -171,7 +171,7 @@ class Step:
 Starter = Callable[[float, int, Set[int]], Sequence[Start]]
 """Function from the time, a number of free places and the indices of unavailable clients to the next starts."""
 Opening = Callable[[float, Set[int]], float]
-"""Function from a time and the indices of unavailable clients to the next time at which the hours of another client begin."""
+"""Function from a time and the indices of unavailable clients to the next start of a further client's hours."""
 
 
 def _never(now: float, unavailable: Set[int]) -> float:
@@ -191,7 +191,7 @@ def advance(fleet: Fleet, version: int, capacity: Capacity, start: Starter, open
         version: Number of completed server steps.
         capacity: Sizes of the queue.
         start: Chooses the starting clients. It may return fewer clients than free places.
-        opening: Returns the next beginning of a client's hours; default: all clients are always available.
+        opening: Returns the next start of a client's hours; default: all clients are always available.
 
     Returns:
         The arrivals, and the queue after the step. Equal arguments give equal results.

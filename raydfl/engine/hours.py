@@ -1,4 +1,4 @@
-"""Hours in which clients may train (``train.fleet.hours``), in virtual time."""
+"""Training hours of clients (``train.fleet.hours``), in virtual time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raydfl.engine.clients import Clients
 from raydfl.training import HoursSettings
 
 Span = tuple[float, float]
-"""Begin and end in seconds. The end may lie in the next period."""
+"""First and last second. The last may be in the next period."""
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)")
 
 
 class Hours:
-    """Hours of all clients, which repeat after a period.
+    """Hours of all clients, repeated after a period.
 
     Args:
         spans: Distinct lists of spans, see :func:`parse_spans`.
@@ -71,7 +71,7 @@ class Hours:
         return found
 
     def find_opening(self, now: float, unavailable: Set[int], eligible: np.ndarray | None) -> float:
-        """Return the next time after ``now`` at which the hours of an available client begin; ``inf`` without such a client.
+        """Return the next start of an available client's hours after ``now``; ``inf`` without an available client.
 
         Args:
             now: Virtual time in seconds.

@@ -68,7 +68,7 @@ class SecondsSettings(Settings):
 
 
 class HoursSettings(Settings):
-    """Hours in which clients may train, in virtual time."""
+    """Training hours of clients, in virtual time."""
 
     column: str = Field(
         description="Column of the profile with the hours of each client: spans of seconds within the period, such as "
