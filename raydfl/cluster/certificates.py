@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,13 +14,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from raydfl.cluster.session import TLS_VARIABLE, uses_tls
 from raydfl.cluster.sites import site_resource
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, translate_failures
 from raydfl.core.files import make_private_folder, plain_name, write_durably
 from raydfl.engine import Config
 
-VARIABLE = "RAY_USE_TLS"
-"""Environment variable of Ray to enable TLS. It must be equal in all processes of a cluster."""
 _ADVICE = "Choose another folder"
 _AUTHORITY = "ca"
 _LOCAL = ("localhost", "127.0.0.1")
@@ -95,7 +93,7 @@ def _describe_variables() -> str:
     """Return a shell script for Ray's variables. The files are in its own folder."""
     here = '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
     return (
-        f"export {VARIABLE}=1\n"
+        f"export {TLS_VARIABLE}=1\n"
         f'export RAY_TLS_SERVER_CERT={here}/node.crt"\n'
         f'export RAY_TLS_SERVER_KEY={here}/node.key"\n'
         f'export RAY_TLS_CA_CERT={here}/ca.crt"\n'
@@ -113,17 +111,18 @@ def _open_authority(folder: Path, days: int) -> tuple[ec.EllipticCurvePrivateKey
     """Load the certificate authority of a folder, or create it."""
     key_file, certificate_file = folder / f"{_AUTHORITY}.key", folder / f"{_AUTHORITY}.crt"
     if key_file.exists() or certificate_file.exists():
-        try:
+
+        def make_error(reason: str) -> ConfigError:
+            return ConfigError(
+                f"{folder} has a certificate authority that cannot be used: {reason}. Restore {key_file.name} and "
+                f"{certificate_file.name} from a copy, or choose another folder."
+            )
+
+        with translate_failures(make_error):
             key = serialization.load_pem_private_key(key_file.read_bytes(), None)
-            if isinstance(key, ec.EllipticCurvePrivateKey):
-                return key, x509.load_pem_x509_certificate(certificate_file.read_bytes())
-            reason = "its key has another type"
-        except (OSError, ValueError, TypeError) as error:
-            reason = str(error)
-        raise ConfigError(
-            f"{folder} has a certificate authority that cannot be used: {reason}. Restore {key_file.name} and "
-            f"{certificate_file.name} from a copy, or choose another folder."
-        )
+            if not isinstance(key, ec.EllipticCurvePrivateKey):
+                raise make_error("its key has another type")
+            return key, x509.load_pem_x509_certificate(certificate_file.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "raydfl cluster authority")])
     certificate = (
@@ -170,7 +169,7 @@ def warn_without_tls(config: Config) -> str:
     Args:
         config: Configuration of the run.
     """
-    if os.environ.get(VARIABLE, "").lower() in ("1", "true"):
+    if uses_tls():
         return ""
     resources = {site_resource(site) for site in config.data.sites}
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -180,5 +179,5 @@ def warn_without_tls(config: Config) -> str:
     return (
         f"warning: Ray runs without TLS between {len(at_sites)} nodes of sites, so anyone on the network between them can read and "
         f"change updates, and read the cluster's token. Use a private network or a tunnel, or certificates (`raydfl cluster "
-        f"certificates` and {VARIABLE}=1 on every node; docs/security.md)."
+        f"certificates` and {TLS_VARIABLE}=1 on every node; docs/security.md)."
     )

@@ -14,7 +14,7 @@ import grpc
 import ray
 
 from raydfl.cluster.resources import check_resources
-from raydfl.core.errors import ConfigError, ResourcesError, first_line
+from raydfl.core.errors import ConfigError, ResourcesError, first_line, translate_failures
 from raydfl.engine import Config, RaySettings
 
 _SECONDS = 10
@@ -25,13 +25,18 @@ _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _TOKEN_FILE = (".ray", "auth_token")
 """Path of Ray's token in the user's home."""
 
+TLS_VARIABLE = "RAY_USE_TLS"
+"""Environment variable of Ray to enable TLS. It must be equal in all processes of a cluster."""
+_TLS_FILES = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT")
+"""Environment variables of Ray: the authority's certificate, and the node's key and certificate."""
+
 
 def check_access(address: str) -> None:
     """Check access to the cluster at ``host:port`` or ``ray://host:port``, and skip further forms of addresses.
 
     Raises:
         OSError: The address refuses connections.
-        ResourcesError: The token is missing or wrong.
+        ResourcesError: The token is missing or wrong, or the cluster and this process do not both use TLS.
     """
     match = re.fullmatch(r"(ray://)?(.+):(\d+)", address)
     if match is None:
@@ -46,7 +51,7 @@ def _check_token(address: str) -> None:
     if token and Path(place).parts[-2:] == _TOKEN_FILE:
         _check_mode(Path(place))
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(address) as channel:
+    with _open_channel(address) as channel:
         try:
             channel.unary_unary(_METHOD)(b"", timeout=_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
@@ -56,7 +61,41 @@ def _check_token(address: str) -> None:
                     + (f"the token in {place} is not the cluster's" if token else f"it requires a token, but {place}")
                     + ". Set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token."
                 ) from error
-            # Any other error, for example of TLS, is left to Ray.
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                raise ResourcesError(
+                    f"the Ray cluster at {address} accepts connections, but not the messages of this process: "
+                    f"{first_line(error.details())}. Use TLS ({TLS_VARIABLE}=1, with certificates of one authority) for this "
+                    f"command and on all nodes, or nowhere."
+                ) from error
+            # Any other error is left to Ray.
+
+
+def uses_tls() -> bool:
+    """Return whether Ray uses TLS in this process."""
+    return os.environ.get(TLS_VARIABLE, "").lower() in ("1", "true")
+
+
+def _open_channel(address: str) -> grpc.Channel:
+    """Open a channel with the certificates of Ray's environment variables, so that the token is not sent in plain text."""
+    if not uses_tls():
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*map(_read_tls_file, _TLS_FILES)))
+
+
+def _read_tls_file(variable: str) -> bytes:
+    """Read the file of an environment variable of Ray."""
+    path = os.environ.get(variable, "")
+
+    def make_error(reason: str) -> ResourcesError:
+        return ResourcesError(
+            f"{TLS_VARIABLE}=1 needs certificates, but {variable}={path} cannot be read: {reason}. Run `source tls.env` in the "
+            f"folder of this node's certificates."
+        )
+
+    if not path:
+        raise make_error("the variable is not set")
+    with translate_failures(make_error):
+        return Path(path).read_bytes()
 
 
 def _check_mode(path: Path) -> None:

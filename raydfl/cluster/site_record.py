@@ -60,15 +60,16 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line and check its own hash.
 
     Raises:
-        ValueError: The line is incomplete, or its content does not match its hash.
+        InputError: The line is incomplete, or its content does not match its hash.
     """
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or not isinstance(entry.get("number"), int):
-        raise ValueError("it is not an entry of a record")
-    values = {key: value for key, value in entry.items() if key not in ("previous", "hash")}
-    if line != _make_line(values, str(entry.get("previous")))[0]:
-        raise ValueError("its content does not match its hash")
-    return entry
+    with translate_failures(InputError):
+        entry = json.loads(line)
+        if not isinstance(entry, dict) or not isinstance(entry.get("number"), int):
+            raise InputError("it is not an entry of a record")
+        values = {key: value for key, value in entry.items() if key not in ("previous", "hash")}
+        if line != _make_line(values, str(entry.get("previous")))[0]:
+            raise InputError("its content does not match its hash")
+        return entry
 
 
 class SiteRecord:
@@ -125,7 +126,7 @@ class SiteRecord:
         start = tail.rfind(b"\n", 0, -1) + 1
         try:
             entry = _parse_line(tail[start:])
-        except (ValueError, RecursionError) as error:
+        except InputError as error:
             raise RunDirectoryError(
                 f"site {self.site!r}: the last line of its record {self.path} is damaged: {error}. Run `raydfl site audit` at the "
                 f"site. Move the damaged record to another place to start a new record."
@@ -150,17 +151,16 @@ def find_break(path: Path, heads: Iterable[Head] = ()) -> tuple[Head, str]:
     for head in heads:
         expected.setdefault(head.number, set()).add(head.hash)
     last = Head(0, _START)
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                problem, entry = _check_line(line, last, expected.get(last.number + 1, set()))
-                if problem:
-                    return last, f"line {last.number + 1}: {problem}"
-                last = Head(entry["number"], entry["hash"])
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror}. Give the file `record` of the site's policy."
-        ) from error
+
+    def make_error(reason: str) -> InputError:
+        return InputError(f"{path} cannot be read: {reason}. Give the file `record` of the site's policy.")
+
+    with translate_failures(make_error), path.open("rb") as file:
+        for line in file:
+            problem, entry = _check_line(line, last, expected.get(last.number + 1, set()))
+            if problem:
+                return last, f"line {last.number + 1}: {problem}"
+            last = Head(entry["number"], entry["hash"])
     newest = max(expected, default=0)
     if newest > last.number:
         return last, (
@@ -174,7 +174,7 @@ def _check_line(line: bytes, last: Head, expected: set[str]) -> tuple[str, dict[
     """Return the problem of a line after another line, or "", and its entry."""
     try:
         entry = _parse_line(line)
-    except (ValueError, RecursionError) as error:
+    except InputError as error:
         return f"it is damaged: {error}", {}
     if entry["number"] != last.number + 1:
         return f"it has the number {entry['number']}. Lines are missing or in another order", {}

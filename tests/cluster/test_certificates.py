@@ -14,7 +14,8 @@ import pytest
 import ray
 from commands import Raydfl
 
-from raydfl.cluster.certificates import VARIABLE, make_certificates, warn_without_tls
+from raydfl.cluster.certificates import make_certificates, warn_without_tls
+from raydfl.cluster.session import TLS_VARIABLE
 from raydfl.core.errors import ConfigError
 
 
@@ -91,7 +92,7 @@ def test_the_command_prints_the_next_step(tmp_path: Path, raydfl: Raydfl) -> Non
     result = raydfl("cluster", "certificates", tmp_path / "all", "10.0.0.1", "10.0.0.2", "--days", "30")
     assert result.code == 0
     assert "source 10.0.0.2/tls.env" in result.out
-    assert f"export {VARIABLE}=1" in (tmp_path / "all" / "10.0.0.2" / "tls.env").read_text()
+    assert f"export {TLS_VARIABLE}=1" in (tmp_path / "all" / "10.0.0.2" / "tls.env").read_text()
 
 
 @pytest.mark.parametrize("node", ["", "../up", "a/b", ",", "ca.example,käse"])
@@ -122,12 +123,12 @@ def test_sites_without_tls_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
             for number, place in enumerate(places)
         ]
 
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TLS_VARIABLE, raising=False)
     monkeypatch.setattr(ray, "nodes", list_nodes("north", "south", "west"))
     assert "without TLS between 2 nodes" in warn_without_tls(config)
     for places in (["north"], ["north", "west"], ["north", "gone"]):
         monkeypatch.setattr(ray, "nodes", list_nodes(*places))
         assert warn_without_tls(config) == ""
     monkeypatch.setattr(ray, "nodes", list_nodes("north", "south"))
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(TLS_VARIABLE, "1")
     assert warn_without_tls(config) == ""

@@ -293,5 +293,5 @@ def _identify(about: bytes) -> Any:
     try:
         facts = json.loads(about)
         return facts["id"], facts["created"], facts["digest"]
-    except (ValueError, KeyError, TypeError):
+    except Exception:  # noqa: BLE001  (damaged in any way: compared as bytes)
         return about

@@ -37,8 +37,8 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
         return
     try:
         known = read_json(run_dir / "run.json").get("code")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        known = None  # another check reports a damaged file
+    except Exception:  # noqa: BLE001  (another check reports a damaged file)
+        known = None
     approved = _read_approved()
     for reference, place in find_references(values).items():
         for path in find_executed_files(place):
@@ -176,7 +176,7 @@ def _add_imports(path: Path) -> list[Path]:
     for file in files:  # grows during the loop
         try:
             imported = parse_imports(file.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        except Exception:  # noqa: BLE001, S112  (the import itself reports what cannot be parsed)
             continue
         for level, name in imported:
             folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent

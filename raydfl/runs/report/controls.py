@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raydfl.controls import Control, from_json, measure_controls, to_json
+from raydfl.core.errors import RunDirectoryError, translate_failures
 from raydfl.core.files import read_regular, write_durably
 from raydfl.data import Population
 from raydfl.engine import Config
@@ -38,9 +39,11 @@ def measure_once(folder: Path, config: Config | None = None) -> str:
 
 def read_controls(folder: Path) -> tuple[list[Control], str]:
     """Read the controls of a run, and the reason for missing controls."""
-    try:
-        return from_json(read_regular(folder / _FILE).decode())
-    except FileNotFoundError:
+    path = folder / _FILE
+    if not path.exists():
         return [], ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    try:
+        with translate_failures(RunDirectoryError):
+            return from_json(read_regular(path).decode())
+    except RunDirectoryError as error:
         return [], f"{_FILE} is damaged ({error}). Remove it to measure the controls again."

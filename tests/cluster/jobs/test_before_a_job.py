@@ -12,6 +12,7 @@ import grpc
 import pytest
 from commands import Raydfl, write_config
 
+from raydfl.cluster.certificates import make_certificates
 from raydfl.cluster.job import check_persistent
 from raydfl.cluster.session import check_access
 from raydfl.core.errors import ConfigError, ResourcesError
@@ -26,8 +27,8 @@ TOKEN = "the-token-of-the-cluster"
 class Cluster:
     """The part of a cluster's head that checks the token."""
 
-    def __init__(self, code: grpc.StatusCode | None) -> None:
-        """Args: code: error code for requests without the token. ``None``: accept all requests."""
+    def __init__(self, code: grpc.StatusCode | None, node: Path | None = None) -> None:
+        """Args: code: error code for requests without the token; ``None``: accept all. node: folder of certificates, for TLS."""
         self.seen: list[str] = []
         self._server = grpc.server(ThreadPoolExecutor(1))
 
@@ -42,7 +43,13 @@ class Cluster:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers),)
         )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if node is None:
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            pair = (node / "node.key").read_bytes(), (node / "node.crt").read_bytes()
+            credentials = grpc.ssl_server_credentials([pair], (node / "ca.crt").read_bytes(), require_client_auth=True)
+            port = self._server.add_secure_port("127.0.0.1:0", credentials)
+        self.address = f"127.0.0.1:{port}"
         self._server.start()
 
     def close(self) -> None:
@@ -50,11 +57,11 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Callable[[grpc.StatusCode | None], Cluster]]:
+def cluster() -> Iterator[Callable[..., Cluster]]:
     started: list[Cluster] = []
 
-    def start(code: grpc.StatusCode | None) -> Cluster:
-        started.append(Cluster(code))
+    def start(code: grpc.StatusCode | None, node: Path | None = None) -> Cluster:
+        started.append(Cluster(code, node))
         return started[-1]
 
     yield start
@@ -72,7 +79,7 @@ def _remove_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
 def test_a_cluster_requires_its_token(
-    cluster: Callable[[grpc.StatusCode | None], Cluster],
+    cluster: Callable[..., Cluster],
     code: grpc.StatusCode,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -119,7 +126,40 @@ def test_a_cluster_requires_its_token(
         check_access(head.address)
 
 
-def test_ray_handles_other_clusters_and_addresses(cluster: Callable[[grpc.StatusCode | None], Cluster]) -> None:
+def test_a_token_is_sent_to_a_cluster_with_tls_only_by_a_process_with_certificates(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (node,) = make_certificates(tmp_path / "ours", ["node"])
+    (stranger,) = make_certificates(tmp_path / "theirs", ["node"])
+    head = cluster(grpc.StatusCode.UNAUTHENTICATED, node)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    for variable in ("RAY_USE_TLS", "RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ResourcesError, match=r"not the messages of this process: .*Use TLS \(RAY_USE_TLS=1"):
+        check_access(head.address)
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(
+        ResourcesError, match=r"but RAY_TLS_CA_CERT= cannot be read: the variable is not set. Run `source tls.env`"
+    ):
+        check_access(head.address)
+
+    def use(folder: Path) -> None:
+        monkeypatch.setenv("RAY_TLS_CA_CERT", str(folder / "ca.crt"))
+        monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(folder / "node.key"))
+        monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(folder / "node.crt"))
+
+    use(stranger)
+    with pytest.raises(ResourcesError, match="certificates of one authority"):
+        check_access(head.address)
+    assert head.seen == []
+    use(node)
+    check_access(head.address)
+    assert head.seen == [f"Bearer {TOKEN}"]
+    with pytest.raises(ResourcesError, match="for this command and on all nodes, or nowhere"):
+        check_access(cluster(None).address)
+
+
+def test_ray_handles_other_clusters_and_addresses(cluster: Callable[..., Cluster]) -> None:
     check_access(cluster(None).address)
     check_access(cluster(grpc.StatusCode.UNIMPLEMENTED).address)
     check_access("auto")
@@ -128,7 +168,7 @@ def test_ray_handles_other_clusters_and_addresses(cluster: Callable[[grpc.Status
 
 
 def test_a_run_reports_a_missing_token_at_once(
-    cluster: Callable[[grpc.StatusCode | None], Cluster],
+    cluster: Callable[..., Cluster],
     tiny: Tiny,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
