@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -19,19 +21,20 @@ _NOISES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 def privacy_command(file: File, overrides: Overrides = None) -> None:
     """Print the epsilon of each noise for the run configured in FILE, without training.
 
-    The configuration needs the rule gaussian. The signal-to-noise ratio of a round is the largest possible sum of changes, divided
-    by the norm of the noise. Below 1, the noise is larger than everything that the clients send.
+    The configuration needs the rule gaussian (guarantee of clients) or train.optimiser.private (guarantee of clips). The
+    signal-to-noise ratio is the largest possible sum of changes, or of a step's gradients, divided by the norm of the noise. Below
+    1, the noise is larger than everything that enters the sum.
     """
     from raydfl.data import build_population  # PyTorch takes seconds
-    from raydfl.engine import Clients, count_parameters, load_config, plan_mechanism
+    from raydfl.engine import Clients, count_parameters, expect_steps, load_config, plan_examples, plan_mechanism
     from raydfl.rules import Gaussian
 
     config = load_config(file, overrides or [])
-    rule = config.components.rule
-    if not isinstance(rule, Gaussian):
+    rule, by_clip = config.components.rule, config.train.optimiser.private is not None
+    if not isinstance(rule, Gaussian) and not by_clip:
         raise ConfigError(
             f"method.rule: {type(rule).__name__} gives no differential privacy. Set method.rule to "
-            f"{{name: gaussian, clip: ..., noise: ...}}."
+            f"{{name: gaussian, clip: ..., noise: ...}}, or set train.optimiser.private."
         )
     if config.data.sites:
         raise ConfigError(
@@ -43,9 +46,26 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
         )
     clients, rounds = Clients(population, config), config.train.rounds
     parameters = count_parameters(config, clients)
-    mechanism = plan_mechanism(config, clients.eligible)
-    sampling = "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number"
-    console = Console(highlight=False)
+    if by_clip:
+        by_example, counts = plan_examples(config, population, clients)
+        steps = {(clips, expect_steps(config, clips, clients.eligible)): number for clips, number in counts.items()}
+        _print_examples(by_example, steps, parameters)
+    else:
+        _print_clients(plan_mechanism(config, clients.eligible), rounds, parameters)
+
+
+def _print_clients(mechanism: Any, rounds: int, parameters: int) -> None:
+    """Print the epsilon of each noise with the rule gaussian.
+
+    Args:
+        mechanism: Mechanism of the run (``raydfl.engine.accounting.Mechanism``).
+        rounds: Number of rounds.
+        parameters: Number of elements with noise.
+    """
+    console, sampling = (
+        Console(highlight=False),
+        "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number",
+    )
     console.print(
         f"{mechanism.clients} clients, {mechanism.cohort} a round {sampling}, {rounds} rounds, {parameters:,} parameters\n"
         f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
@@ -67,6 +87,32 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _print_examples(mechanism: Any, steps: Mapping[tuple[int, int], int], parameters: int) -> None:
+    """Print the epsilon of each noise with train.optimiser.private.
+
+    Args:
+        mechanism: Mechanism of the run (``raydfl.engine.accounting.ExampleMechanism``).
+        steps: Number of clients by clips and steps.
+        parameters: Number of elements with noise.
+    """
+    console, fewest, most = Console(highlight=False), min(steps), max(steps)
+    console.print(
+        f"{sum(steps.values())} clients with {fewest[0]} to {most[0]} clips, {mechanism.batch} a step by Poisson sampling, "
+        f"{fewest[1]} to {most[1]} steps, {parameters:,} parameters\n"
+        f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table("noise", "epsilon, largest", "epsilon, median", "signal / noise", "", box=None, pad_edge=False)
+    for noise in sorted({*_NOISES, mechanism.noise}):
+        largest, median = dataclasses.replace(mechanism, noise=noise).summarise(steps)
+        ratio = mechanism.batch / (noise * math.sqrt(parameters)) if noise else math.inf
+        mark = "this configuration" if noise == mechanism.noise else ""
+        table.add_row(f"{noise:.4g}", f"{largest:.3g}", f"{median:.3g}", f"{ratio:.3g}", mark)
+    console.print(table)
+    console.print("Each client takes part in the expected number of rounds.")
 
 
 def audit_command(

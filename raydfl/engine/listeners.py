@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from raydfl.core.users_code import naming_failures
 from raydfl.engine.asynchrony import record_step
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.example_privacy import STEPS, PrivateExamples, describe_examples
 from raydfl.engine.pool import Pool
 from raydfl.engine.privacy import STUDY, PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
@@ -90,12 +92,45 @@ class PrivacyBudget:
             epsilon = self._private.mechanism.compute_epsilon(report.round)
             report.privacy = f"epsilon {epsilon:.3g}{'' if self._private.secret else f' ({STUDY})'}"
             done.measured.add_fact("privacy/epsilon", epsilon, self._private.describe(report.round, epsilon))
-        if not ended:
-            return checkpoint
-        if not report.stopped:
-            report.stopped = ended
-            done.measured.add_fact("stopped", report.round, ended)
-        return dataclasses.replace(checkpoint, spent=ended)
+        return _spend_budget(done, checkpoint, ended)
+
+
+def _spend_budget(done: Round, checkpoint: Checkpoint, ended: str) -> Checkpoint:
+    """End the training for a reason, unless it is empty."""
+    if not ended:
+        return checkpoint
+    if not done.report.stopped:
+        done.report.stopped = ended
+        done.measured.add_fact("stopped", done.report.round, ended)
+    return dataclasses.replace(checkpoint, spent=ended)
+
+
+class ExampleBudget:
+    """Counts the private steps of clients, measures their epsilons, and ends the training by ``run.stop.epsilon``.
+
+    Args:
+        examples: Keys and accounting of the run.
+    """
+
+    def __init__(self, examples: PrivateExamples) -> None:
+        self._examples = examples
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Add a round's steps, and in an evaluated round the largest and the median epsilon."""
+        report, examples, steps = done.report, self._examples, Counter(checkpoint.steps)
+        for client in done.cohort:  # also without an update, because the accounting must not depend on arrivals
+            steps[client] += (count := examples.count_steps(client))
+            done.measured.add({STEPS: Ratio(count, 1)}, client)
+        ended = examples.explain_end(report.round, steps)
+        report.withheld = not examples.outside
+        if done.evaluated or ended:
+            largest, median = examples.measure(steps)
+            text = describe_examples(examples.mechanism, report.round, largest, median, examples.secret)
+            mark = "" if examples.secret else f" ({STUDY})"
+            report.privacy = f"epsilon {largest:.3g}, median {median:.3g}{mark}"
+            done.measured.add_fact("privacy/epsilon", largest, text)
+            done.measured.add_fact("privacy/epsilon_median", median, "")
+        return _spend_budget(done, dataclasses.replace(checkpoint, steps=steps), ended)
 
 
 class PhaseChange:
