@@ -123,8 +123,8 @@ def describe_examples(mechanism: ExampleMechanism, rounds: int, largest: float, 
     """Describe the guarantees of clients in words."""
     mark = "" if secret else f"; {STUDY}"
     return (
-        f"epsilon {largest:.3g} (largest of the clients; median {median:.3g}; delta {mechanism.delta:.3g}, {mechanism.neighbours}) after "
-        f"{rounds} rounds with noise {mechanism.noise:.4g}{mark}"
+        f"epsilon {largest:.3g} (largest of the clients; median {median:.3g}; delta {mechanism.delta:.3g}, "
+        f"{mechanism.neighbours}) after {rounds} rounds with noise {mechanism.noise:.4g}{mark}"
     )
 
 

@@ -31,8 +31,6 @@ class PrivateSettings(Settings):
 
     @model_validator(mode="after")
     def _check_clip(self) -> PrivateSettings:
-        if not self.clip > 0:
-            raise ValueError("clip is no number. Set it to a number above 0")
         if self.clip == math.inf and self.noise:
             raise ValueError("clip is .inf, so no noise can hide a clip. Set clip to a number")
         return self

@@ -4,6 +4,7 @@ the influence of an example, and the distribution of the noise."""
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,11 @@ def make_tokens(count: int) -> Examples:
 
 def make_hubert(folder: Path) -> dict[str, nn.Module]:
     path = folder / "hubert"
-    options = (("after", 2), ("folder", str(path if path.exists() else write_encoder(path, "hubert"))), ("train", 1))
+    if not path.exists():
+        config = write_encoder(path, "hubert") / "config.json"
+        values = json.loads(config.read_text())  # without dropout, so that the loop computes the same function
+        config.write_text(json.dumps({name: 0.0 if "dropout" in name else value for name, value in values.items()}))
+    options = (("after", 2), ("folder", str(path)), ("train", 1))
     return {"model": build_model(ModelSpec("model", "pretrained", WIDTH, CLASSES, options))}
 
 
@@ -247,7 +252,7 @@ def test_metrics_are_returned_only_outside_the_guarantee() -> None:
     ("method", "message"),
     [
         (Ditto(), r"trains more than once in a round"),
-        (FedRep(head_epochs=1), r"trains more than once in a round"),
+        (FedRep(head_epochs=2), r"trains more than once in a round"),
         (FedLC(), r"reads step.data.train, and noise protects only"),
         (FedSTAR(), r"reads step.data.pools"),
     ],
@@ -285,7 +290,7 @@ def test_layers_that_mix_examples_are_rejected() -> None:
     ("values", "message"),
     [
         ({"private": {"clip": 0.0, "noise": 1.0}}, "private.clip"),
-        ({"private": {"clip": math.nan, "noise": 1.0}}, "clip is no number"),
+        ({"private": {"clip": math.nan, "noise": 1.0}}, "private.clip"),
         ({"private": {"clip": math.inf, "noise": 1.0}}, "no noise can hide a clip"),
         ({"private": {"noise": -1.0}}, "private.noise"),
         ({"private": {"clip": 1.0}}, "private.noise"),
