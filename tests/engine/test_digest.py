@@ -59,6 +59,7 @@ CONFIGURATIONS = {
         "train.phases={multimodal: {rounds: 1}}",
     ],
     "sites": ["data.sites={here: {folder: /here}}"],
+    "private": ["train.optimiser.private={noise: 1.0}", "train.deadline=null", "evaluate.clients=none"],
     "fleet": ["train.fleet={seconds: {spread: 1}}", "train.deadline=null"],
 }
 
