@@ -27,6 +27,7 @@ from raydfl.engine.networks import build_models
 from raydfl.engine.privacy import STUDY
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.storage.record import read_rows
+from raydfl.engine.telemetry import RoundReport, RoundRows
 from raydfl.training import check_networks, count_steps, find_fixed_tensors
 from raydfl.training.ownership import set_training_mode
 
@@ -233,6 +234,12 @@ class PrivateExamples:
         return self.mechanism.summarise(
             Counter((self.clips[client], count) for client, count in steps.items() if count)
         )
+
+    def keep_rows(self, rows: RoundRows, report: RoundReport) -> None:
+        """Remove a round's metrics of the training from its rows and its report, unless ``privacy.metrics`` records them."""
+        if not self.outside:
+            report.loss = math.nan
+            rows[:] = [row for row in rows if row.split != "train"]
 
     def explain_end(self, rounds: int, steps: Mapping[str, int]) -> str:
         """Return the reason of ``run.stop`` to end the training after a number of rounds; empty: it continues.

@@ -158,7 +158,7 @@ class Federation:
             *(() if self._examples is None else (ExampleBudget(self._examples),)),
             PhaseChange(config, store, self._committer),
             self._ahead,
-            Recorder(config, self.clients, pool, store, self._committer, self._private),
+            Recorder(config, self.clients, pool, store, self._committer, self._private or self._examples),
         )
 
     @property

@@ -237,7 +237,7 @@ class Recorder:
         pool: Pool,
         store: RunStore,
         committer: Committer,
-        private: PrivateRun | None = None,
+        private: PrivateRun | PrivateExamples | None = None,
     ) -> None:
         self._config = config
         self._clients = clients
