@@ -1,8 +1,8 @@
 """Compare the time of a round with differential privacy, by client and by clip, to the same round without.
 
 The work is that of rounds.py: the Free Spoken Digit Dataset, 60 clients, 12 a round, batch 16, log-mel 64 x 101, FedAvg. By
-client is the rule gaussian, by clip is train.optimiser.private. All runs are in this process and alternate every round, so that a busy
-machine affects all of them. Compared are the process's own CPU times.
+client is the rule gaussian, by clip is train.optimiser.private. All runs are in this process and alternate every round, so
+that a busy machine affects all of them. Compared are the process's own CPU times.
 
     python benchmarks/privacy.py --root PATH/TO/fsdd
 """
