@@ -41,7 +41,7 @@ def main() -> None:
             between = time.process_time()
             if isinstance(rule, Gaussian):  # with noise, which a run draws from its key
                 normals = functools.partial(NoiseKey.from_seed(0).normals, 0, "noise")
-                rule([rule.sum_privately(updates, current, len(updates), 1.0, normals)[0]], current)
+                rule([rule.sum_privately(updates, current, len(updates), 1.0, normals).update], current)
             else:
                 rule(updates, current, np.random.default_rng(0))
             seconds.append(time.process_time() - between)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -19,19 +21,20 @@ _NOISES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 def privacy_command(file: File, overrides: Overrides = None) -> None:
     """Print the epsilon of each noise for the run configured in FILE, without training.
 
-    The configuration needs the rule gaussian. The signal-to-noise ratio of a round is the largest possible sum of changes, divided
-    by the norm of the noise. Below 1, the noise is larger than everything that the clients send.
+    The configuration needs the rule gaussian (guarantee of clients) or train.optimiser.private (guarantee of clips). The
+    signal-to-noise ratio is the largest possible sum of changes, or of a step's gradients, divided by the norm of the noise. Below
+    1, the noise is larger than everything that enters the sum.
     """
     from raydfl.data import build_population  # PyTorch takes seconds
-    from raydfl.engine import Clients, count_parameters, load_config, plan_mechanism
+    from raydfl.engine import Clients, count_parameters, expect_steps, load_config, plan_examples, plan_mechanism
     from raydfl.rules import Gaussian
 
     config = load_config(file, overrides or [])
-    rule = config.components.rule
-    if not isinstance(rule, Gaussian):
+    rule, by_clip = config.components.rule, config.train.optimiser.private is not None
+    if not isinstance(rule, Gaussian) and not by_clip:
         raise ConfigError(
             f"method.rule: {type(rule).__name__} gives no differential privacy. Set method.rule to "
-            f"{{name: gaussian, clip: ..., noise: ...}}."
+            f"{{name: gaussian, clip: ..., noise: ...}}, or set train.optimiser.private."
         )
     if config.data.sites:
         raise ConfigError(
@@ -43,9 +46,26 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
         )
     clients, rounds = Clients(population, config), config.train.rounds
     parameters = count_parameters(config, clients)
-    mechanism = plan_mechanism(config, clients.eligible)
-    sampling = "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number"
-    console = Console(highlight=False)
+    if by_clip:
+        by_example, counts = plan_examples(config, population, clients)
+        steps = {(clips, expect_steps(config, clips, clients.eligible)): number for clips, number in counts.items()}
+        _print_examples(by_example, steps, parameters)
+    else:
+        _print_clients(plan_mechanism(config, clients.eligible), rounds, parameters)
+
+
+def _print_clients(mechanism: Any, rounds: int, parameters: int) -> None:
+    """Print the epsilon of each noise with the rule gaussian.
+
+    Args:
+        mechanism: Mechanism of the run (``raydfl.engine.accounting.Mechanism``).
+        rounds: Number of rounds.
+        parameters: Number of elements with noise.
+    """
+    console, sampling = (
+        Console(highlight=False),
+        "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number",
+    )
     console.print(
         f"{mechanism.clients} clients, {mechanism.cohort} a round {sampling}, {rounds} rounds, {parameters:,} parameters\n"
         f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
@@ -69,48 +89,105 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
         )
 
 
+def _print_examples(mechanism: Any, steps: Mapping[tuple[int, int], int], parameters: int) -> None:
+    """Print the epsilon of each noise with train.optimiser.private.
+
+    Args:
+        mechanism: Mechanism of the run (``raydfl.engine.accounting.ExampleMechanism``).
+        steps: Number of clients by clips and steps.
+        parameters: Number of elements with noise.
+    """
+    console, fewest, most = Console(highlight=False), min(steps), max(steps)
+    console.print(
+        f"{sum(steps.values())} clients with {_format_range(fewest[0], most[0])} clips, {mechanism.batch} a step by Poisson "
+        f"sampling, {_format_range(fewest[1], most[1])} steps, {parameters:,} parameters\n"
+        f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table("noise", "epsilon, largest", "epsilon, median", "signal / noise", "", box=None, pad_edge=False)
+    for noise in sorted({*_NOISES, mechanism.noise}):
+        largest, median = dataclasses.replace(mechanism, noise=noise).summarise(steps)
+        ratio = mechanism.batch / (noise * math.sqrt(parameters)) if noise else math.inf
+        mark = "this configuration" if noise == mechanism.noise else ""
+        table.add_row(f"{noise:.4g}", f"{largest:.3g}", f"{median:.3g}", f"{ratio:.3g}", mark)
+    console.print(table)
+    console.print("Each client takes part in the expected number of rounds.")
+
+
+def _format_range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
 def audit_command(
     directory: RunDir,
     as_json: Json = False,
     trust: Trust = False,
 ) -> None:
-    """Test the differential privacy of the run by its canaries. Exit code 1: the run reveals more than its epsilon allows.
+    """Test the differential privacy of the run by attacks. Exit code 1: the run reveals more than its epsilon allows.
 
-    The run needs the rule gaussian and the attack canary. The audit redraws the canaries' directions and compares them with the
-    movement of the global model. It trains nothing.
+    The membership attack compares the losses of training clips and held-out clips. A run with the rule gaussian also needs the
+    attack canary: the audit redraws the canaries' directions and compares them with the movement of the global model. It trains
+    nothing.
     """
     from raydfl.data import Population  # PyTorch takes seconds
-    from raydfl.engine import audit_model, describe_run
+    from raydfl.engine import audit_model, describe_run, measure_examples
     from raydfl.engine.storage import final_commit, local_run, read_about, read_config
+    from raydfl.runs.inference import measure_membership
 
     folder = local_run(directory)
     config, stored = read_config(folder, trust), read_about(folder).get("privacy")
     if stored is None:
         raise InputError(
-            f"{directory} has no differential privacy to audit. Train it with method.rule={{name: gaussian, ...}}"
+            f"{directory} has no differential privacy to audit. Train it with method.rule={{name: gaussian, ...}} or "
+            f"train.optimiser.private={{noise: ...}}"
         )
-    state = final_commit(folder).state
-    promised, text = describe_run(stored, state.round_index)
-    population = Population.load(folder / "population", features=False)
-    audit = audit_model(config, population, state, stored["delta"])
-    bound = audit.canaries.compute_lower_bound()
-    violated = bound > promised
-    if as_json:
-        print(json.dumps({"promised": promised, "violated": violated, **audit.to_dict()}))  # noqa: T201
+    state, audit, console = final_commit(folder).state, None, Console(highlight=False)
+    if stored.get("unit") == "clip":
+        promised, _, text = measure_examples(folder, stored, state.round_index)
     else:
-        console = Console(highlight=False)
+        promised, text = describe_run(stored, state.round_index)
+        population = Population.load(folder / "population", features=False)
+        audit = audit_model(config, population, state, stored["delta"])
+    bound = 0.0 if audit is None else audit.canaries.compute_lower_bound()
+    violated = bound > promised
+    membership, reason = None, ""
+    try:
+        membership = measure_membership(folder, trust)
+    except InputError as error:  # the canaries need neither labels nor features
+        reason = str(error)
+    if as_json:
+        measured = None if membership is None else dataclasses.asdict(membership)
+        canaries = {} if audit is None else audit.to_dict()
+        values = {"promised": promised, "violated": violated, **canaries, "membership": measured}
+        print(json.dumps(values))  # noqa: T201
+    else:
         console.print(f"promised: {text}", markup=False, soft_wrap=True)
-        table = Table(
-            "directions", "number", "mean cosine", "deviation", "epsilon", "95 % lower bound", box=None, pad_edge=False
-        )
-        for name, cosines in (("canaries", audit.canaries), ("control, never sent", audit.control)):
-            row = (cosines.mean, cosines.deviation, cosines.estimate_epsilon(), cosines.compute_lower_bound())
-            table.add_row(name, str(len(cosines.values)), *(f"{value:.3g}" for value in row))
-        console.print(table)
-        console.print(
-            f"Cosines without any influence: 0 ± {audit.canaries.parameters**-0.5:.3g} ({audit.canaries.parameters:,} parameters)."
-        )
-        limit = f"{bound:.3g} exceeds {promised:.3g}" if violated else f"{bound:.3g} is within {promised:.3g}"
-        console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}.")
+        if audit is not None:
+            _print_canaries(audit, console)
+            limit = f"{bound:.3g} exceeds {promised:.3g}" if violated else f"{bound:.3g} is within {promised:.3g}"
+            console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}.")
+        if membership is None:
+            console.print(f"membership: not measured. {reason}", markup=False, soft_wrap=True)
+        else:
+            console.print(
+                f"membership: AUC {membership.auc:.3f}, 95 % interval {membership.low:.3f} to {membership.high:.3f} (losses of "
+                f"{membership.members} training clips and {membership.others} held-out clips; 0.5: no difference)",
+                soft_wrap=True,
+            )
     if violated:
         raise typer.Exit(1)
+
+
+def _print_canaries(audit: Any, console: Console) -> None:
+    """Print the cosines of canaries and of the control (``raydfl.engine.privacy_audit.Audit``)."""
+    table = Table(
+        "directions", "number", "mean cosine", "deviation", "epsilon", "95 % lower bound", box=None, pad_edge=False
+    )
+    for name, cosines in (("canaries", audit.canaries), ("control, never sent", audit.control)):
+        row = (cosines.mean, cosines.deviation, cosines.estimate_epsilon(), cosines.compute_lower_bound())
+        table.add_row(name, str(len(cosines.values)), *(f"{value:.3g}" for value in row))
+    console.print(table)
+    console.print(
+        f"Cosines without any influence: 0 ± {audit.canaries.parameters**-0.5:.3g} ({audit.canaries.parameters:,} parameters)."
+    )

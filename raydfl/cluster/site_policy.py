@@ -55,7 +55,8 @@ class SitePolicy(Settings):
     )
     differential_privacy: bool = Field(
         False,
-        description="Require differential privacy: the rule gaussian with noise. The server adds the noise, so the site trusts it.",
+        description="Require differential privacy: the rule gaussian with noise, or train.optimiser.private with "
+        "noise. The server has the key of the noise, so the site trusts it.",
     )
     hours: list[str] = Field(
         default_factory=list,
@@ -116,7 +117,10 @@ class SitePolicy(Settings):
                 )
         rule = config.method.get("rule")
         options = rule if isinstance(rule, Mapping) else {"name": rule}
-        if self.differential_privacy and (options["name"] != "gaussian" or options.get("noise") == 0):
+        private = config.train.optimiser.private
+        by_clip = private is not None and private.noise > 0
+        by_client = options["name"] == "gaussian" and options.get("noise") != 0
+        if self.differential_privacy and not (by_client or by_clip):
             raise self.reject(
                 "differential_privacy",
                 "it requires differential privacy, but the run has none",

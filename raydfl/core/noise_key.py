@@ -95,6 +95,15 @@ class NoiseKey:
         """Public digest of the key: 16 hexadecimal digits."""
         return hashlib.sha256(b"fingerprint" + self._secret).hexdigest()[:16]
 
+    def derive(self, round_index: int, purpose: str) -> NoiseKey:
+        """Derive the key of a part of a round, such as a client. It reveals nothing about this key and further parts.
+
+        Args:
+            round_index: Completed rounds.
+            purpose: Separates independent parts of a round.
+        """
+        return NoiseKey(self._expand(round_index, f"key of {purpose}", 0, _SIZE))
+
     def generator(self, round_index: int, purpose: str) -> np.random.Generator:
         """Return a generator with a secret seed, for draws with secret results.
 

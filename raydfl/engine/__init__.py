@@ -9,6 +9,7 @@ from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import find_received_entries, label_entry
+from raydfl.engine.example_privacy import expect_steps, measure_examples, plan_examples, prepare_examples
 from raydfl.engine.federation import Federation
 from raydfl.engine.fine_tuning import personal_name
 from raydfl.engine.forecast import Forecast, forecast_steps
@@ -59,6 +60,7 @@ __all__ = [
     "count_parameters",
     "describe_run",
     "describe_software",
+    "expect_steps",
     "find_best",
     "find_received_entries",
     "forecast_steps",
@@ -68,9 +70,12 @@ __all__ = [
     "label_entry",
     "load_config",
     "make_config",
+    "measure_examples",
     "measure_once",
     "personal_name",
+    "plan_examples",
     "plan_mechanism",
+    "prepare_examples",
     "prepare_privacy",
     "split_groups",
     "split_pieces",

@@ -48,6 +48,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("train", "deadline"): None,
     ("train", "phases"): {},
     ("train", "optimiser", "keep"): False,
+    ("train", "optimiser", "private"): None,
 }
 """Settings of later versions, with their neutral values. The digest omits neutral values."""
 

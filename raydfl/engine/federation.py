@@ -22,11 +22,13 @@ from raydfl.engine.block_size import choose_block
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
+from raydfl.engine.example_privacy import PrivateExamples, read_steps
 from raydfl.engine.fleet import NOBODY
 from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
     Compaction,
+    ExampleBudget,
     Listener,
     PhaseChange,
     PrivacyBudget,
@@ -86,7 +88,9 @@ class Federation:
         self.pool = pool
         self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
-        self._private = PrivateRun.open(config, store.folder if run_dir is None else run_dir)
+        run_dir = store.folder if run_dir is None else run_dir
+        self._private = PrivateRun.open(config, run_dir)
+        self._examples = PrivateExamples.open(config, run_dir, population, self.clients)
         cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
@@ -94,7 +98,7 @@ class Federation:
             config.components.attack, type(self.method).changes, population.ids, config.run.seed
         )
         self._planner = RoundPlanner(
-            config, population, self.clients, cohorts, self._private, self._attackers.attacks, store
+            config, population, self.clients, cohorts, self._private, self._examples, self._attackers.attacks, store
         )
         variants = build_variants(self.method, self.clients.variants_of_parts(), config.run.seed)
         self._evaluation = Evaluation(
@@ -132,6 +136,10 @@ class Federation:
             # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
+        if self._examples is not None:
+            steps = read_steps(store.folder, self.state.round_index)
+            spent = self._examples.explain_end(self.state.round_index, steps)
+            self.checkpoint = dataclasses.replace(self.checkpoint, steps=steps, spent=spent)
         if not store.private_here:
             named = frozenset[str]().union(*store.files.values())
             ask_everywhere(pool, population.places, lambda worker: worker.private.retain(named))
@@ -147,10 +155,11 @@ class Federation:
             BestRound(),
             StopRule(),
             *(() if self._private is None else (PrivacyBudget(self._private),)),
+            *(() if self._examples is None else (ExampleBudget(self._examples),)),
             self._time_limit,
             PhaseChange(config, store, self._committer),
             self._ahead,
-            Recorder(config, self.clients, pool, store, self._committer, self._private),
+            Recorder(config, self.clients, pool, store, self._committer, self._private or self._examples),
         )
 
     @property

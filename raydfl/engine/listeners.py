@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from raydfl.core.users_code import naming_failures
 from raydfl.engine.asynchrony import record_step
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.example_privacy import STEPS, PrivateExamples, describe_examples
 from raydfl.engine.fleet import InFlight
 from raydfl.engine.pool import Pool
 from raydfl.engine.privacy import STUDY, PrivateRun
@@ -110,6 +112,34 @@ class TimeLimit:
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
         """End the training in the first round that reaches the limit."""
         return _end_training(done, checkpoint, self.explain_end(checkpoint.in_flight))
+
+
+class ExampleBudget:
+    """Counts the private steps of clients, measures their epsilons, and ends the training by ``run.stop.epsilon``.
+
+    Args:
+        examples: Keys and accounting of the run.
+    """
+
+    def __init__(self, examples: PrivateExamples) -> None:
+        self._examples = examples
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Add a round's steps, and in an evaluated round the largest and the median epsilon."""
+        report, examples, steps = done.report, self._examples, Counter(checkpoint.steps)
+        for client in done.cohort:  # also without an update, because the accounting must not depend on arrivals
+            steps[client] += (count := examples.count_steps(client))
+            done.measured.add({STEPS: Ratio(count, 1)}, client)
+        ended = examples.explain_end(report.round, steps)
+        report.withheld = not examples.outside
+        if done.evaluated or ended:
+            largest, median = examples.measure(steps)
+            text = describe_examples(examples.mechanism, report.round, largest, median, examples.secret)
+            mark = "" if examples.secret else f" ({STUDY})"
+            report.privacy = f"epsilon {largest:.3g}, median {median:.3g}{mark}"
+            done.measured.add_fact("privacy/epsilon", largest, text)
+            done.measured.add_fact("privacy/epsilon_median", median, "")
+        return _end_training(done, dataclasses.replace(checkpoint, steps=steps), ended)
 
 
 def _end_training(done: Round, checkpoint: Checkpoint, reason: str) -> Checkpoint:
@@ -226,7 +256,7 @@ class Recorder:
         pool: Pool,
         store: RunStore,
         committer: Committer,
-        private: PrivateRun | None = None,
+        private: PrivateRun | PrivateExamples | None = None,
     ) -> None:
         self._config = config
         self._clients = clients

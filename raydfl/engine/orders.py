@@ -11,6 +11,7 @@ import numpy as np
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.message import Message
+from raydfl.core.noise_key import NoiseKey
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.data import Shard
@@ -97,6 +98,8 @@ class Order(Message):
     """Site of the data; empty: the run's own machines."""
     stage: str = ""
     """Phase of the method, which selects the training settings."""
+    key: NoiseKey | None = None
+    """Source of the client's batches and noise (``train.optimiser.private``); ``None``: training without noise."""
     staleness: int = 0
     """Server steps between the start of the client and this step (``train.fleet``)."""
 

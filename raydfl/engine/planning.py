@@ -17,6 +17,7 @@ from raydfl.engine.asynchrony import StepPlanner
 from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.example_privacy import PrivateExamples
 from raydfl.engine.fleet import Step
 from raydfl.engine.orders import Measurement, Order, assign_groups, check_take_part, check_tasks
 from raydfl.engine.privacy import PrivateRun
@@ -32,7 +33,8 @@ class RoundPlanner:
         population: Clients and their data.
         clients: The same clients, as the method sees them.
         cohorts: Size of the cohort by phase.
-        private: Differential privacy of the run, if any.
+        private: Differential privacy of the run by client, if any.
+        examples: Differential privacy of the run by example, if any.
         attacks: Returns whether a client, by its index, attacks in a round.
         store: Run directory with the block and the batch width of clients.
 
@@ -47,6 +49,7 @@ class RoundPlanner:
         clients: Clients,
         cohorts: Mapping[str, int],
         private: PrivateRun | None,
+        examples: PrivateExamples | None,
         attacks: Callable[[int, int], bool],
         store: RunStore,
     ) -> None:
@@ -55,6 +58,7 @@ class RoundPlanner:
         self._clients = clients
         self._cohorts = cohorts
         self._private = private
+        self._examples = examples
         self._attacks = attacks
         self._store = store
         fleet = config.train.fleet
@@ -127,6 +131,8 @@ class RoundPlanner:
         layouts = {key: Layout.from_tensors(group) for key, group in state.tensors.items()}
         blocks = make_blocks(places, self._store.block if measure is None else 1, layouts)
         records = checkpoint.private.select([client.index for client in clients])
+        examples = self._examples if measure is None else None
+        versions = [state.round_index - staleness.get(task.client_id, 0) for _, task in placed]
         orders = [
             Order(
                 position,
@@ -140,6 +146,7 @@ class RoundPlanner:
                 block=blocks[position],
                 place=places[position],
                 stage=state.phase,
+                key=None if examples is None else examples.derive_key(versions[position], task.client_id, task.phase),
                 staleness=staleness.get(task.client_id, 0),
             )
             for position, (index, task) in enumerate(placed)

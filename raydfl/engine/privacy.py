@@ -115,7 +115,8 @@ def prepare_privacy(config: Config, run_dir: Path, clients: int) -> dict[str, An
     run_dir.mkdir(parents=True, exist_ok=True)
     secret = config.privacy.key == "secret"
     key = NoiseKey.create(run_dir).fingerprint if secret else None
-    return {**dataclasses.asdict(mechanism), "neighbours": mechanism.neighbours, "key": key}
+    mark = {} if secret else {"warning": STUDY}
+    return {**dataclasses.asdict(mechanism), "neighbours": mechanism.neighbours, "key": key, **mark}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,27 +8,30 @@ from pydantic import Field
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
+from raydfl.core.users_code import is_users
 from raydfl.data import DataSettings
 from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
 from raydfl.engine.settings import EvaluateSettings, RunSettings
+from raydfl.objectives import Contrast
 from raydfl.rules import Gaussian
 from raydfl.training import TrainSettings
 
 
 class PrivacySettings(Settings):
-    """Differential privacy of the released models, with the rule ``gaussian``."""
+    """Differential privacy of the released models, by client (rule ``gaussian``) or by example (``train.optimiser.private``)."""
 
     delta: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="Failure probability of the guarantee. null: the number of eligible clients to the power of -1.1.",
+        description="Failure probability of the guarantee. null: the number of eligible clients to the power of -1.1; "
+        "with train.optimiser.private the number of clips of the largest client.",
     )
     key: Literal["secret", "seed"] = Field(
         "secret",
-        description="Source of the noise and of the cohorts. secret: the random file private.key in the run's folder. seed: the "
-        "run's seed, only for studies, because the seed reveals the noise.",
+        description="Source of the noise, and of the random cohorts or batches. secret: the random file private.key in the run's "
+        "folder. seed: the run's seed, only for studies, because the seed reveals the noise.",
     )
     metrics: Literal["none", "outside"] = Field(
         "none",
@@ -45,18 +48,21 @@ def check_privacy(
     evaluate: EvaluateSettings,
     run: RunSettings,
 ) -> None:
-    """Reject settings outside the guarantee of the rule ``gaussian``.
+    """Reject settings outside the guarantee of the rule ``gaussian`` or of ``train.optimiser.private``.
 
     Raises:
         ConfigError: A setting is outside the guarantee, or a setting of privacy has no effect. The message names it.
     """
     rule, method = components.rule, components.method
+    if train.optimiser.private is not None:
+        _check_examples(settings, components, data, train, evaluate, run)
+        return
     if not isinstance(rule, Gaussian):
         limit = "run.stop.epsilon" if run.stop is not None and run.stop.epsilon is not None else ""
         if where := "privacy" if settings != PrivacySettings() else limit:
             raise ConfigError(
                 f"{where}: rule {type(rule).__name__} gives no differential privacy. Set method.rule to "
-                f"{{name: gaussian, clip: ..., noise: ...}}, or remove {where}"
+                f"{{name: gaussian, clip: ..., noise: ...}}, set train.optimiser.private, or remove {where}"
             )
         return
     if rule.noise is None and rule.epsilon is None:
@@ -89,12 +95,97 @@ def check_privacy(
         raise ConfigError(
             f"train.clients.{where}: rule gaussian needs clients with equal chances. Remove train.clients.{where}"
         )
+    _check_releases(settings, evaluate, run, "rule gaussian")
+
+
+def _check_releases(settings: PrivacySettings, evaluate: EvaluateSettings, run: RunSettings, name: str) -> None:
+    """Reject results without noise.
+
+    Raises:
+        ConfigError: Reference runs or metrics of clients are outside the guarantee.
+    """
     if run.reference is not None and (run.reference.pooled or run.reference.local):
         raise ConfigError(
             "run.reference: reference runs train on the clients' data without noise. Set run.reference=null"
         )
     if evaluate.clients != "none" and settings.metrics == "none":
         raise ConfigError(
-            f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, outside the guarantee of rule gaussian. "
+            f"evaluate.clients: {evaluate.clients} measures models on the clients' clips, outside the guarantee of {name}. "
             f"Set evaluate.clients=none, or privacy.metrics=outside to record such metrics outside the guarantee"
         )
+
+
+def _check_examples(
+    settings: PrivacySettings,
+    components: Components,
+    data: DataSettings,
+    train: TrainSettings,
+    evaluate: EvaluateSettings,
+    run: RunSettings,
+) -> None:
+    """Reject settings outside the guarantee of ``train.optimiser.private``.
+
+    Raises:
+        ConfigError: A setting is outside the guarantee. The message names it.
+    """
+    method, private = components.method, train.optimiser.private
+    views = [view for part in data.each.values() for view in part.all_views.values()]
+    user_made = [
+        type(transform).__name__
+        for view in views
+        for transform in view.pipeline.all
+        if is_users(type(transform).__module__)
+    ]
+    conflicts = {
+        "method.rule": (isinstance(components.rule, Gaussian), "gaussian protects clients", "Choose another rule"),
+        "method.name": (
+            bool(method.phases),
+            f"{type(method).__name__} has several phases, and the accounting knows one number of epochs",
+            "Choose a method without phases",
+        ),
+        "objective": (
+            isinstance(method.objective, Contrast),
+            "contrast compares the clips of a batch, so no clip has a loss of its own",
+            "Choose another objective, such as classify or reconstruct",
+        ),
+        "data.parts": (bool(data.parts), "several sets of clients have no common guarantee", "Use a single data set"),
+        "data.pools": (
+            bool(data.pools),
+            "steps draw clips from several pools, which are no Poisson samples",
+            "Remove it",
+        ),
+        "data.unlabelled": (
+            data.unlabelled is not None,
+            "steps draw clips from several pools, which are no Poisson samples",
+            "Remove it",
+        ),
+        "data.segment": (
+            data.segment is not None,
+            "a clip has several segments, so clipped gradients of segments do not protect it",
+            "Set it to null",
+        ),
+        "data.transforms": (
+            bool(user_made),
+            f"{', '.join(user_made)} may use further clips, which would not be protected",
+            "Choose built-in transforms",
+        ),
+        "train.deadline": (
+            train.deadline is not None,
+            "the number of steps would depend on the time",
+            "Set it to null",
+        ),
+        "train.precision": (
+            train.precision == "float16",
+            "float16 scales the gradients of a whole batch",
+            "Choose float32 or bfloat16",
+        ),
+        "run.stop.epsilon": (
+            private is not None and not private.noise and run.stop is not None and run.stop.epsilon is not None,
+            "without noise epsilon is infinite",
+            "Set train.optimiser.private.noise above 0",
+        ),
+    }
+    for where, (conflict, reason, remedy) in conflicts.items():
+        if conflict:
+            raise ConfigError(f"{where}: train.optimiser.private protects single clips, but {reason}. {remedy}")
+    _check_releases(settings, evaluate, run, "train.optimiser.private")

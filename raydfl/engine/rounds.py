@@ -31,6 +31,8 @@ class Checkpoint:
     """Reason of ``run.stop.epsilon`` or ``run.stop.seconds`` to end the training; empty: training continues."""
     in_flight: InFlight = NOBODY
     """Clients that train asynchronously (``train.fleet``)."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Private steps of each client so far, by its id (``train.optimiser.private``)."""
 
     def replace_state(self, state: State) -> Checkpoint:
         """Return a copy with another state, labelled with the phase of its next round."""

@@ -274,8 +274,8 @@ class StopSettings(MetricChoice):
     epsilon: float | None = Field(
         None,
         gt=0,
-        description="Largest epsilon of the rule gaussian. Training ends before the first round that would exceed it. Without "
-        "metric, only epsilon ends the training. null: no limit.",
+        description="Largest epsilon of the rule gaussian, or of any client with train.optimiser.private. Training ends before "
+        "the first round that would exceed it. Without metric, only epsilon ends the training. null: no limit.",
     )
 
     seconds: float | None = Field(

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -53,8 +53,11 @@ from raydfl.training import (
     Clock,
     DeadlineExceededError,
     Execution,
+    PrivateTask,
     Step,
     TrainingCounter,
+    TrainSettings,
+    WithheldData,
     allow_tf32,
     check_device,
 )
@@ -265,20 +268,25 @@ class Worker:
         allow_tf32(training.precision, self.device)
         client, data = self._find_client(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
-        seed_torch(seeds.seed_for(self.config.run.seed, order.version, client.id, f"torch/{purpose}"), self.device)
+        private = self._make_private_task(order, training, data)
+        if private is None:
+            seed = seeds.seed_for(self.config.run.seed, order.version, client.id, f"torch/{purpose}")
+        else:  # random numbers of losses depend on the positions of examples in their batch
+            seed = int(private.key.generator(0, "torch").integers(2**62))
+        seed_torch(seed, self.device)
         received = select_received(order, broadcast, self._list_lacking(order))
-        private = self.private.read(order.private) if order.private is not None else {}
+        kept = self.private.read(order.private) if order.private is not None else {}
         built, subject = self.networks.build(client.models, place), f"{order.subject}, round {order.round_number}"
         fixed = cut_tensors(self.networks.build_fixed(client.models), task.cuts, subject)
-        built.start(received, _strip_prefix(KEPT_MODEL, private), self.method.shared, subject, fixed)
+        built.start(received, _strip_prefix(KEPT_MODEL, kept), self.method.shared, subject, fixed)
         return Step(
             client=client,
             models=dict(built.models),
             # A copy, so that a method's in-place changes do not reach the next client.
             received={key: OwnTensors(tensors, self.device) for key, tensors in received.items()},
-            data=data,
-            state={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_STATE, private).items()},
-            moments={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_MOMENTS, private).items()},
+            data=data if private is None else cast(ClientData, WithheldData()),
+            state={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_STATE, kept).items()},
+            moments={name: tensor.to(self.device) for name, tensor in _strip_prefix(KEPT_MOMENTS, kept).items()},
             rng=seeds.generator(self.config.run.seed, order.version, client.id, purpose),
             device=self.device,
             training=training,
@@ -288,11 +296,19 @@ class Worker:
             cuts=task.cuts,
             shared=self.method.shared,
             fixed=built.fixed,
-            execution=Execution(networks=built.networks),
+            execution=Execution(networks=built.networks, private=private),
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
         )
+
+    def _make_private_task(self, order: Order, training: TrainSettings, data: ClientData) -> PrivateTask | None:
+        """Make the secrets of a client's differentially private training; ``None``: it needs none."""
+        if training.optimiser.private is None or order.measure is not None:
+            return None
+        if order.key is None:
+            raise AssertionError("an order of private training needs a key")
+        return PrivateTask(order.key, data, self.config.privacy.metrics == "outside")
 
     def _list_lacking(self, order: Order) -> frozenset[str]:
         """List the models of the method that the order's client does not have."""
@@ -316,6 +332,8 @@ class Worker:
         step.clock.start()
         attack = self.attack if order.attacking else None
         result = self.method.local(step) if attack is None else attack.local(self.method, step)
+        if step.execution.private is not None:
+            step.data = step.execution.private.data
         with blame_method(order):
             updates = split_updates(result, order.subject, self.method.shared, step.fixed)
             measured = [reduce_scores(check_metrics(update.metrics, order.subject)) for update in updates]

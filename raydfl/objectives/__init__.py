@@ -12,6 +12,7 @@ from raydfl.objectives._find import find_objective
 from raydfl.objectives._objective import Objective
 from raydfl.objectives._reference import distances
 from raydfl.objectives.classify import Classify
+from raydfl.objectives.contrast import Contrast
 from raydfl.objectives.reconstruct import average_bins
 
-__all__ = ["AnomalyObjective", "Classify", "Objective", "average_bins", "distances", "find_objective"]
+__all__ = ["AnomalyObjective", "Classify", "Contrast", "Objective", "average_bins", "distances", "find_objective"]

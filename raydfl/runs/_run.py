@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -27,7 +28,7 @@ from raydfl.core.errors import RaydflError
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, split_uri
-from raydfl.engine import Config, RoundReport, apply_overrides, describe_run, find_best, make_config
+from raydfl.engine import Config, RoundReport, apply_overrides, describe_run, find_best, make_config, measure_examples
 from raydfl.engine.storage import (
     check_begun,
     check_same,
@@ -242,7 +243,10 @@ def execute(
             run_id = tracker.start(
                 about["id"],
                 flatten(config.model_dump(mode="json")),
-                {"raydfl.digest": about["digest"]},
+                {
+                    "raydfl.digest": about["digest"],
+                    **({"raydfl.privacy": warning} if (warning := about.get("privacy", {}).get("warning")) else {}),
+                },
                 about.get("mlflow_run_id"),
             )
             if run_id != about.get("mlflow_run_id"):
@@ -291,8 +295,13 @@ def _record_epsilon(run_dir: Path, config: Config, rounds: int, progress: Progre
     about = read_about(run_dir)
     if about.get("privacy") is None:
         return
-    epsilon, text = describe_run(about["privacy"], rounds)
-    spent = {"rounds": rounds, "epsilon": epsilon if math.isfinite(epsilon) else None}
+    spent: dict[str, Any] = {"rounds": rounds}
+    if about["privacy"].get("unit") == "clip":
+        epsilon, median, text = measure_examples(run_dir, about["privacy"], rounds)
+        spent["median"] = median if math.isfinite(median) else None
+    else:
+        epsilon, text = describe_run(about["privacy"], rounds)
+    spent["epsilon"] = epsilon if math.isfinite(epsilon) else None
     write_about(run_dir, config, {**about, "privacy": {**about["privacy"], **spent}})
     progress.message(f"privacy: {text}")
 

@@ -33,6 +33,7 @@ from raydfl.engine import (
     find_best,
     find_received_entries,
     label_entry,
+    prepare_examples,
     prepare_privacy,
     try_models,
 )
@@ -182,7 +183,8 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         )
     config.check_needs({name: part.pools for name, part in population.parts.items() if part.has_clips})
     _check_ids(config)
-    eligible = Clients(population, config).eligible
+    clients = Clients(population, config)
+    eligible = clients.eligible
     for name in config.phases.names:
         config.train.resolve_phase(name).cohort_size(eligible)
     models = try_models(config, population)
@@ -193,9 +195,13 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     few = find_few_clips(population, kind) if answers in ("class", "set") else ()
     for message in (*population.messages, *remarks, *few):  # The verdict repeats the remarks on few clips.
         progress.message(message)
-    privacy = prepare_privacy(config, run_dir, eligible) if isinstance(config.components.rule, Gaussian) else None
-    if privacy is not None:
+    privacy = None
+    if isinstance(config.components.rule, Gaussian):
+        privacy = prepare_privacy(config, run_dir, eligible)
         progress.message(f"privacy: {describe_run(privacy, config.train.rounds)[1]}")
+    elif config.train.optimiser.private is not None:
+        privacy, text = prepare_examples(config, run_dir, population, clients)
+        progress.message(f"privacy: {text}, if each client takes part in the expected number of rounds")
     write_new_run(run_dir, config, population, models, remarks, privacy)
 
 

@@ -14,11 +14,13 @@ from raydfl.training.multiply_adds import TrainingCounter, count_multiply_adds
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
 from raydfl.training.precision import allow_tf32, autocast, check_device
+from raydfl.training.private import check_networks, count_steps
 from raydfl.training.randomness import preserve_generators
 from raydfl.training.replica import Replica
 from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
 from raydfl.training.step import Loss, Reported, Step
 from raydfl.training.substitute import substitute_tensors
+from raydfl.training.withheld import PrivateTask, WithheldData
 
 __all__ = [
     "ClientSettings",
@@ -30,15 +32,19 @@ __all__ = [
     "Loss",
     "PhaseSettings",
     "Plan",
+    "PrivateTask",
     "Replica",
     "Reported",
     "Step",
     "TrainSettings",
     "TrainingCounter",
+    "WithheldData",
     "allow_tf32",
     "autocast",
     "check_device",
+    "check_networks",
     "count_multiply_adds",
+    "count_steps",
     "find_fixed_tensors",
     "fit",
     "predict",

@@ -26,10 +26,11 @@ from raydfl.training.optimiser import Optimiser, make_torch_optimiser
 from raydfl.training.ownership import set_training_mode
 from raydfl.training.plan import Plan, draw_order
 from raydfl.training.precision import GradientScale, autocast
+from raydfl.training.private import fit_private
 from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
 from raydfl.training.step import Loss, Step, compute_loss
 from raydfl.training.together import lockstep, signature
-from raydfl.training.together.batches import StackedBatches, select_first
+from raydfl.training.together.batches import StackedBatches, select_first, trim_padding
 from raydfl.training.together.executor import fit_batched, predict_batched
 
 
@@ -193,20 +194,12 @@ def _transform_batches(data: Examples, order: Sequence[np.ndarray], first: int, 
         tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
         start_row = 0
         for index in part:
-            yield _trim_padding(
+            yield trim_padding(
                 Batch.from_tensors(
                     {name: tensor[start_row : start_row + len(index)] for name, tensor in tensors.items()}
                 )
             )
             start_row += len(index)
-
-
-def _trim_padding(batch: Batch) -> Batch:
-    """Remove frames beyond the longest example of the batch."""
-    views = dict(batch.views)
-    for name, lengths in batch.view_lengths.items():
-        views[name] = views[name][:, : max(1, int(lengths.max()))].contiguous()
-    return dataclasses.replace(batch, views=views)
 
 
 @contextlib.contextmanager
@@ -228,7 +221,10 @@ class _Fit(FitCall):
     """A client's call of ``fit`` in lockstep."""
 
     def key(self) -> Hashable | None:
-        step, data = self.step, self.select_examples()
+        step = self.step
+        if step.execution.private is not None:  # its batch is its examples
+            return None
+        data = self.select_examples()
         if not isinstance(data, Examples) or len(data) == 0 or not self.losses or self.epochs < 1:
             return None
         return (
@@ -273,6 +269,8 @@ class _Fit(FitCall):
         step, losses = self.step, self.losses
         step.execution.together = 1
         trainable = _list_trainable(step, self.models)
+        if step.execution.private is not None:
+            return fit_private(self, trainable)
         by_name = {name: parameter for tensors in trainable.values() for name, parameter in tensors.items()}
         parameters = [parameter for tensors in trainable.values() for parameter in tensors.values()]
         lists = {name: [*tensors.values()] for name, tensors in trainable.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from raydfl.training.networks import Networks
+from raydfl.training.withheld import PrivateTask
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Execution:
     """Share of kept elements of masked tensors in the last training, by flat name."""
     networks: Networks | None = None
     """Parts of the networks as built. ``None``: a user's code may replace them."""
+    private: PrivateTask | None = None
+    """Differentially private training (``train.optimiser.private``). ``None``: training without noise."""
 
     def find_networks(self, models: Mapping[str, nn.Module]) -> Networks | None:
         """Return the known parts of a step's models, or ``None`` if they are unknown or replaced."""

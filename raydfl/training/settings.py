@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +12,28 @@ from raydfl.core.settings import Settings
 from raydfl.training.fleet import FleetSettings
 
 Precision = Literal["float32", "bfloat16", "float16", "tf32"]
+
+
+class PrivateSettings(Settings):
+    """Differential privacy by example: clipped gradients of single clips, and noise."""
+
+    clip: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="Maximum Euclidean norm of a clip's gradient over all trained models. .inf: no clipping, only without noise.",
+    )
+    noise: float = Field(
+        ge=0,
+        description="Noise multiplier: standard deviation of the noise in the sum of a step's gradients, divided by clip. 0: no "
+        "noise and no guarantee.",
+    )
+
+    @model_validator(mode="after")
+    def _check_clip(self) -> PrivateSettings:
+        if self.clip == math.inf and self.noise:
+            raise ValueError("clip is .inf, so no noise can hide a clip. Set clip to a number")
+        return self
 
 
 class OptimiserSettings(Settings):
@@ -40,6 +63,17 @@ class OptimiserSettings(Settings):
     clip_norm: float | None = Field(
         None, gt=0, description="Largest norm of the gradient over all models. null: no clipping."
     )
+    private: PrivateSettings | None = Field(
+        None,
+        description="Differential privacy of single clips: {clip: 1.0, noise: 1.1}. Each step draws every clip with probability "
+        "batch_size / clips, clips the gradient of each, and adds noise to their sum. null: no noise.",
+    )
+
+    @model_validator(mode="after")
+    def _check_private(self) -> OptimiserSettings:
+        if self.private is not None and self.clip_norm is not None:
+            raise ValueError("private clips the gradient of each example, so clip_norm has no use. Remove clip_norm")
+        return self
 
     @field_validator("betas")
     @classmethod

@@ -44,6 +44,7 @@ SMALLEST = {
     "planning": "--actors 3 --clients 20 --repeats 1",
     "population": "--clients 20 --private 10 --cohort 5 --network mlp --turns 1 --rounds 1 --actors 0",
     "pretrained": "--root {fsdd} --rounds 1 --clients 1",
+    "privacy": "--root {fsdd} --rounds 1",
     "rounds": "--root {fsdd} --works crnn_lite --turns 1 --rounds 1 --contestants raydfl",
     "rules": "--clients 10 --parameters 1000 --repeats 1",
     "scale": "jobs/tiny.yaml train.rounds=1 run.dir={runs} track.mlflow=false",

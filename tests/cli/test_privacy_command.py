@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import Raydfl, write_config
 
-from raydfl.engine.accounting import Mechanism
+from raydfl.data import Population, build_population
+from raydfl.engine.accounting import ExampleMechanism, Mechanism
 from raydfl.engine.config import Config
 from raydfl.runs import Progress, run
 
@@ -87,3 +89,40 @@ def test_a_run_that_cannot_be_audited_is_rejected(
     pytest.importorskip("dp_accounting")
     run_dir = run(tiny(*settings, "train.rounds=1"), Progress("quiet")).run_dir
     raydfl("audit", str(run_dir)).refuses(message)
+
+
+EXAMPLES = ("train.optimiser.private={noise: 2.0}", "evaluate.clients=none")
+
+
+def test_the_epsilon_of_single_clips_is_printed_before_any_training(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
+    """The oracle is the accounting of each client, in half of the three rounds, rounded up."""
+    pytest.importorskip("dp_accounting")
+    config = tiny(*EXAMPLES)
+    result = raydfl("privacy", write_config(config, tmp_path))
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    sizes = [int(clips) for clips in build_population(config.data, config.run.seed).sizes()]
+    fewest, most = min(sizes), max(sizes)
+    assert lines[0].startswith(f"6 clients with {fewest} to {most} clips, 8 a step by Poisson sampling, ")
+    mechanism = ExampleMechanism(8, 2.0, most**-1.1)
+    largest = max(mechanism.compute_epsilon(clips, 2 * math.ceil(clips / 8)) for clips in sizes)
+    configured = next(line for line in lines if line.endswith("this configuration"))
+    assert configured.split()[0] == "2"
+    assert float(configured.split()[1]) == pytest.approx(largest, rel=1e-2)
+    assert lines[1] == f"delta {most**-1.1:.3g}, neighbours: adding or removing one clip of a client"
+    assert not Path(config.run.dir).exists()
+
+
+def test_the_audit_of_single_clips_measures_the_losses(tiny: Tiny, raydfl: Raydfl) -> None:
+    """The oracles are the numbers of clips of the population, and the epsilon of run.json."""
+    pytest.importorskip("dp_accounting")
+    run_dir = run(tiny(*EXAMPLES, "train.rounds=1"), Progress("quiet")).run_dir
+    result = raydfl("audit", str(run_dir))
+    assert result.code == 0, result.err
+    assert result.out.startswith("promised: epsilon ")
+    assert "membership: AUC 0." in result.out
+    values = json.loads(raydfl("audit", str(run_dir), "--json").out)
+    assert values["promised"] == json.loads((run_dir / "run.json").read_text())["privacy"]["epsilon"]
+    population = Population.load(run_dir / "population", features=False)
+    assert values["membership"]["members"] == int(population.sizes().sum())
+    assert values["membership"]["low"] <= values["membership"]["auc"] <= values["membership"]["high"]

@@ -65,6 +65,7 @@ CONFIGURATIONS = {
         "data.profile={h: {values: [0-9]}}",
         "train.fleet.hours.column=h",
     ],
+    "private": ["train.optimiser.private={noise: 1.0}", "train.deadline=null", "evaluate.clients=none"],
 }
 
 

@@ -161,6 +161,11 @@ _NETWORKS: dict[str, tuple[str, ...]] = {
 
 _TRAINING: dict[str, tuple[str, ...]] = {
     "batched clients": ("train.together=4", ROBUST),
+    "by example": (
+        "train.optimiser={private: {clip: 1.0, noise: 0.5}, momentum: 0.9}",
+        "evaluate.clients=none",
+        "privacy.key=seed",
+    ),
     "adam": ("train.optimiser={name: adam, lr: 0.01}",),
     "two epochs": ("train.local_epochs=2",),
     "known tasks": ("method.tasks={name: known, by: group}",),

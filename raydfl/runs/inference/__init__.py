@@ -8,6 +8,7 @@ pretrained encoders and adapters. listening.py reads a microphone.
 from raydfl.runs.inference.encoder import export_encoder
 from raydfl.runs.inference.fused import classify, predict_fused
 from raydfl.runs.inference.listening import listen
+from raydfl.runs.inference.membership import Membership, compare_losses, measure_membership
 from raydfl.runs.inference.model import RunFusion, RunModel, load_model, open_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, predictions
@@ -16,15 +17,18 @@ from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.inference.threshold import Threshold
 
 __all__ = [
+    "Membership",
     "Prediction",
     "RunFusion",
     "RunModel",
     "Threshold",
     "classify",
+    "compare_losses",
     "export_encoder",
     "export_model",
     "listen",
     "load_model",
+    "measure_membership",
     "open_model",
     "predict_fused",
     "predictions",

@@ -5,6 +5,7 @@ Cutting a batch never synchronises the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -236,6 +237,14 @@ class _StackedView:
 def select_first(batch: Batch) -> Batch:
     """Select the first client's batch from a stacked batch without padding."""
     return Batch.from_tensors({name: tensor[0] for name, tensor in batch.tensors().items()})
+
+
+def trim_padding(batch: Batch) -> Batch:
+    """Remove frames beyond the longest example of the batch."""
+    views = dict(batch.views)
+    for name, lengths in batch.view_lengths.items():
+        views[name] = views[name][:, : max(1, int(lengths.max()))].contiguous()
+    return dataclasses.replace(batch, views=views)
 
 
 class _Transforms:

@@ -74,19 +74,10 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
     """
     steps, call = [call.step for call in calls], calls[0]
     first, losses, data = call.step, call.losses, [call.select_examples() for call in calls]
-    kind = (
-        "fit",
-        tuple(map(signature.kind, losses)),
-        _make_architecture_key(first),
-        first.phase,
-        signature.identity(dict(first.options)),
-        tuple(call.models),
-        tuple((name, view.length) for name, view in data[0].views.items()),
-        tuple(data[0].columns),
-    )
+    kind = make_kind("fit", call, data[0])
     draws = [step.rng.bit_generator.state for step in steps]
     try:
-        with _convert_failures(kind, remember=False):
+        with convert_failures(kind, remember=False):
             seeds = [fit_seed(step) for step in steps]
             plans = [
                 [index for _ in range(call.epochs) for index in draw_order(step, examples, call.plan)]
@@ -98,14 +89,9 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
                 [data[i] for i in order], [plans[i] for i in order], first.device, [seeds[i] for i in order]
             )
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
-            if kind not in _sources:
-                if len(_sources) >= _MOST_KINDS:
-                    _sources.clear()
-                with _convert_failures(kind, remember=True), preserve_generators():
-                    _check_padding(group, losses, batches.batch(0), seed)
-                _sources[kind] = group.sources
+            check_kind(group, kind, losses, batches.batch(0), seed)
             ordered = [calls[i].rates for i in order]
-            values, done, reports, moments = _compute_with_sources(
+            values, done, reports, moments = compute_with_sources(
                 group, kind, lambda: _run_steps(group, losses, batches, seed, ordered)
             )
             group.write_back()
@@ -126,6 +112,42 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
     for position in order[: batches.clients(done) if done < len(batches) else 0]:
         steps[position].clock.cut = True
     return results
+
+
+def make_kind(name: str, call: FitCall, examples: Examples) -> Hashable:
+    """Make the key of a kind of training, for the caches of this module.
+
+    Args:
+        name: kind of batched computation.
+        call: call of ``fit``.
+        examples: training examples of the client.
+    """
+    step = call.step
+    return (
+        name,
+        tuple(map(signature.kind, call.losses)),
+        _make_architecture_key(step),
+        step.phase,
+        signature.identity(dict(step.options)),
+        tuple(call.models),
+        tuple((view_name, view.length) for view_name, view in examples.views.items()),
+        tuple(examples.columns),
+    )
+
+
+def check_kind(group: StackedClients, kind: Hashable, losses: Sequence[Loss], batch: Batch, seeds: Tensor) -> None:
+    """Check the losses of a new kind of training: padding must not change them.
+
+    Raises:
+        NotBatchableError: the reason why this kind cannot be batched.
+    """
+    if kind in _sources:
+        return
+    if len(_sources) >= _MOST_KINDS:
+        _sources.clear()
+    with convert_failures(kind, remember=True), preserve_generators():
+        _check_padding(group, losses, batch, seeds)
+    _sources[kind] = group.sources
 
 
 @torch.no_grad()
@@ -150,7 +172,7 @@ def predict_batched(steps: Sequence[Step], model: str, examples: Sequence[Exampl
     distinct = examples[:1] if shared else examples
     plans = [client_examples.order(batch_size, None) for client_examples in distinct]
     order = sorted(range(len(distinct)), key=lambda client: -len(plans[client]))
-    with _convert_failures(kind, remember=True):
+    with convert_failures(kind, remember=True):
         batches = StackedBatches([distinct[i] for i in order], [plans[i] for i in order], steps[0].device)
         group = StackedClients(steps if shared else [steps[i] for i in order], [model], ())
         group.start()
@@ -185,7 +207,7 @@ def _make_architecture_key(step: Step) -> Hashable:
 
 
 @contextlib.contextmanager
-def _convert_failures(kind: Hashable, remember: bool) -> Iterator[None]:
+def convert_failures(kind: Hashable, remember: bool) -> Iterator[None]:
     """Convert failures inside a ``with`` block to :class:`NotBatchableError`.
 
     The clients are then computed unbatched. An error in a method's code appears again there.
@@ -209,7 +231,7 @@ def _convert_failures(kind: Hashable, remember: bool) -> Iterator[None]:
         raise NotBatchableError(reason) from error
 
 
-def _compute_with_sources(group: StackedClients, kind: Hashable, computation: Callable[[], Any]) -> Any:
+def compute_with_sources(group: StackedClients, kind: Hashable, computation: Callable[[], Any]) -> Any:
     """Run a computation, and repeat it with more stacked tensors while its loss reads further tensors."""
     group.sources = _sources[kind]
     while True:

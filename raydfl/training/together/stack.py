@@ -106,10 +106,14 @@ class StackedClients:
         self.trained = trained
         # Clients with cut networks have different channels of a fixed tensor.
         common = steps[0].fixed.difference(*(step.cuts for step in steps))
-        self.tensors = [_ModelTensors({name: step.models[name] for name in names}, common) for step in steps]
+        distinct = {id(step): step for step in steps}  # examples of a single client share its step
+        tensors = {
+            key: _ModelTensors({name: step.models[name] for name in names}, common) for key, step in distinct.items()
+        }
+        self.tensors = [tensors[id(step)] for step in steps]
         self.sources: tuple[TensorSource, ...] = ()
         """Known sources of the loss, stacked by :meth:`start`."""
-        for step in steps:
+        for step in distinct.values():
             if trained:
                 set_training_mode([(name, step.models[name]) for name in names], step.fixed)
             else:
