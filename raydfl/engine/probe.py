@@ -58,6 +58,8 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                 models = _build(method, specs, config.run.seed)
                 fixed = find_fixed_tensors(models, method.fixed)
                 for name, model in models.items():
+                    if name not in (*method.partial, *method.on_features):
+                        method.objective.check_network(f"models.{name}", model, part_data)
                     _try(method, models, name, specs, batch, real)
                     spec = next(spec for spec in specs if spec.name == name)
                     described.setdefault(name, {})[spec] = {
@@ -72,11 +74,11 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
 
 
 def _check_classes(population: Population) -> None:
-    """Reject data with sets of classes if a class has no training clip.
+    """Reject data with sets or sequences of classes if a class has no training clip.
 
     For data with one class per clip, :mod:`raydfl.data` reports missing classes with more detail.
     """
-    if population.sets is None or not population.has_clips:
+    if population.sets is population.sequences is None or not population.has_clips:
         return
     for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(
