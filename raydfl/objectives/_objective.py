@@ -71,8 +71,9 @@ class Objective(StrictTypes):
         missing = [name for name in ("frames", "head") if not callable(getattr(network, name, None))]
         if self.needs_frames and missing:
             raise ConfigError(
-                f"{where}: objective {type(self).__name__} needs the network's output over time, but {type(network).__name__} has "
-                f"no {missing[0]}(). Choose crnn_lite, pretrained or ssast_tiny, or define {' and '.join(missing)} in your network."
+                f"{where}: objective {type(self).__name__.lower()!r} needs the network's output over time, but "
+                f"{type(network).__name__} has no {missing[0]}(). Choose crnn_lite, pretrained or ssast_tiny, or define "
+                f"{' and '.join(missing)} in your network."
             )
 
     def remarks(self, population: Population) -> Sequence[str]:

@@ -153,7 +153,7 @@ def test_wrong_transcripts_replace_units_of_the_chosen_clients(tiny: Tiny) -> No
     [
         "data.label_sets={}",
         "data.unlabelled={keep: 0.5}",
-        "data.segment={frames: 4}",
+        "data.segment={frames: 4, stride: 4}",
         "data.transforms=[{name: random_crop, size: 4}]",
     ],
 )

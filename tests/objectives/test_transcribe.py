@@ -217,9 +217,9 @@ class NoFrames(nn.Module):
     ("overrides", "error", "message"),
     [
         (
-            ("models.model=cnn_small",),
+            ("models.model=mlp",),
             ConfigError,
-            r"models.model: objective Transcribe needs .* \w+ has no frames\(\)",
+            r"models.model: objective 'transcribe' needs .* \w+ has no frames\(\)",
         ),
         ((f"models.model={__file__}:NoFrames",), ConfigError, r"NoFrames has no frames\(\)"),
         (
