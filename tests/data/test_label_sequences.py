@@ -10,6 +10,7 @@ import pytest
 import transcripts
 from transcripts import TEXTS
 
+from raydfl.cli.describe import describe_data
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
 from raydfl.data.label_sequences import LabelSequenceSettings, find_rarest_units, split_sequences
@@ -160,3 +161,14 @@ def test_wrong_transcripts_replace_units_of_the_chosen_clients(tiny: Tiny) -> No
 def test_settings_for_one_class_per_clip_are_rejected(tiny: Tiny, setting: str) -> None:
     with pytest.raises(ConfigError, match=r"data.label_sequences: a label is the transcript of a whole clip"):
         tiny("data.features.seconds=null", "data.label_sequences={}", setting)
+
+
+def test_data_info_lists_units_in_place_of_classes(tiny: Tiny) -> None:
+    config = tiny(
+        SPEECH, "data.label_sequences={}", "objective=transcribe", "data.split={}", "data.partition={by: group}"
+    )
+    text = "\n".join(describe_data(config.data, config.run.seed))
+    assert "transcripts        7 different" in text
+    assert "characters (4)     ' ', 'a', 'b', 'c'" in text
+    assert "7 clips of 7 of the 7 transcripts" in text
+    assert "classes" not in text

@@ -143,8 +143,8 @@ def _classify(model: RunModel, test: Examples) -> _Answers:
         [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
     )
     predicted, truth = answers.argmax(axis=1), test.labels[first]
-    names = ([test.classes[label] for label in labels.tolist()] for labels in (truth, predicted))
-    return numbers, *names, answers.max(axis=1), (predicted != truth).astype(float)
+    names, answered = ([test.classes[label] for label in labels.tolist()] for labels in (truth, predicted))
+    return numbers, names, answered, answers.max(axis=1), (predicted != truth).astype(float)
 
 
 def _transcribe(model: RunModel, test: Examples) -> _Answers:
