@@ -103,7 +103,7 @@ def _find_method_conflicts(needs: Needs, method: Method, names: tuple[str, str, 
         yield "objective", f"objective={' or '.join(needs.objectives)}", reason, remedy
     if needs.labels not in ("any", method.objective.needs.labels):
         remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
-        target = "one class for each clip" if needs.labels == "one" else needs.labels
+        target = {"one": "one class for each clip", "sets": "sets of classes"}.get(needs.labels, "transcripts")
         yield "objective", f"an objective that learns {target}", reason, remedy
     if needs.new_values and method.changes:
         remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"

@@ -83,7 +83,7 @@ def _check_classes(population: Population) -> None:
     for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(
             f"no client has a clip of class {population.classes[int(number)]!r}. Change data.split or data.partition, or exclude "
-            f"labels with this class (data.leave_out)"
+            f"labels with this class (data.leave_out), or use it in tests only (data.unseen=keep)"
         )
 
 

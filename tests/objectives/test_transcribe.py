@@ -246,21 +246,21 @@ class NoFrames(nn.Module):
             "attack 'label_flip' needs an objective that learns one class for each clip",
         ),
         (('data.texts=["-", "?"]',), DataError, "all 2 transcripts are empty"),
-        (
-            ("data.leave_out=[]", "data.tables.clips=TABLE"),
-            DataError,
-            "no client has a clip of class 'c'",
-        ),
     ],
 )
 def test_errors_name_the_place_the_problem_and_the_remedy(
-    tiny: Tiny, tmp_path: Path, overrides: tuple[str, ...], error: type[Exception], message: str
+    tiny: Tiny, overrides: tuple[str, ...], error: type[Exception], message: str
 ) -> None:
-    if "data.tables.clips=TABLE" in overrides:
-        table = tmp_path / "clips.csv"
-        manifest = transcripts.Spoken().manifest().to_pylist()
-        lines = [f"{row['clip']},{'test' if 'c' in row['label'] else 'train'}" for row in manifest]
-        table.write_text("\n".join(["clip,role", *lines]) + "\n")
-        overrides = (f"data.tables.clips={table}",)
     with pytest.raises(error, match=message):
         start_server(tiny(*SPOKEN, *overrides))
+
+
+def test_units_without_training_clips_are_rejected_or_kept_for_tests(tiny: Tiny, tmp_path: Path) -> None:
+    table = tmp_path / "clips.csv"
+    manifest = transcripts.Spoken().manifest().to_pylist()
+    lines = [f"{row['clip']},{'test' if 'c' in row['label'] else 'train'}" for row in manifest]
+    table.write_text("\n".join(["clip,role", *lines]) + "\n")
+    settings = (*SPOKEN, f"data.tables.clips={table}", "run.name=unseen")
+    with pytest.raises(DataError, match=r"no client has a clip of class 'c'.*\(data.unseen=keep\)"):
+        start_server(tiny(*settings))
+    start_server(tiny(*settings, "data.unseen=keep", "run.name=kept")).close()

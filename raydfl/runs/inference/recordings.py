@@ -102,13 +102,13 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, the first among equals. Empty after an error."""
-        return self.top(1)[0][0] if not self.error else ""
+        """The most probable class, the first among equals. Empty after an error, and for a transcript."""
+        return "" if self.error or self.answers == "text" else self.top(1)[0][0]
 
     @property
     def probability(self) -> float:
-        """Probability of :attr:`label`, 0 to 1. NaN after an error."""
-        return self.top(1)[0][1] if not self.error else float("nan")
+        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript."""
+        return float("nan") if self.error or self.answers == "text" else self.top(1)[0][1]
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` most probable classes with their probabilities, most probable first."""
