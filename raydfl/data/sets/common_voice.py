@@ -9,6 +9,7 @@ small trees in this layout.
       root: PATH/TO/cv-corpus/cy
       label_sequences: {units: characters}
       partition: {by: group}
+    objective: transcribe
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ layout. No sample was available: the reader is tested on small trees in this lay
       root: PATH/TO/LibriSpeech
       label_sequences: {units: characters, keep: "'"}
       partition: {by: group}
+    objective: transcribe
 """
 
 from __future__ import annotations
