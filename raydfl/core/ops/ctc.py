@@ -57,15 +57,15 @@ class _CTCFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        ctx.save_for_backward(output[1], inputs[0])
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
         if dlosses is None:
             return None, None
-        (gradient,) = ctx.saved_tensors
+        gradient, log_probabilities = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _CTCBackward.apply(dlosses, gradient), None
+            return _CTCBackward.apply(dlosses, gradient, log_probabilities), None
         return dlosses[:, None, None] * gradient, None
 
     @staticmethod
@@ -76,8 +76,10 @@ class _CTCFunction(torch.autograd.Function):
 
 
 class _CTCBackward(torch.autograd.Function):
+    """The gradient, as a function of the inputs: a second derivative would silently omit its change with them."""
+
     @staticmethod
-    def forward(dlosses: Tensor, gradient: Tensor) -> Tensor:
+    def forward(dlosses: Tensor, gradient: Tensor, log_probabilities: Tensor) -> Tensor:
         return dlosses[..., None, None] * gradient
 
     @staticmethod
