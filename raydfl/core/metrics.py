@@ -196,7 +196,7 @@ def _mean_over_clips(
 
 
 def count_edits(truth: Sequence[object], answer: Sequence[object]) -> int:
-    """Count the substitutions, deletions and insertions that turn one sequence into another (Levenshtein distance)."""
+    """Count the substitutions, deletions and insertions from a sequence to an answer (Levenshtein distance)."""
     row = [*range(len(answer) + 1)]
     for number, unit in enumerate(truth, 1):
         diagonal, row[0] = row[0], number

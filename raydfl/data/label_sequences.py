@@ -1,4 +1,4 @@
-"""Labels that are transcripts: sequences of words or characters (``data.label_sequences``)."""
+"""Transcripts as labels: sequences of words or characters (``data.label_sequences``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = -1
 
 
 class LabelSequenceSettings(Settings):
-    """Settings of labels that are transcripts."""
+    """Settings of transcripts as labels."""
 
     units: Literal["words", "characters"] = Field(
         "characters",
@@ -27,8 +27,8 @@ class LabelSequenceSettings(Settings):
     separator: str = Field(" ", min_length=1, description="Separator of the words in a label.")
     keep: str = Field(
         "",
-        description="Characters to keep in addition to letters and digits, such as an apostrophe. Transcripts are in lower case, "
-        "without all other characters. A label without any is the transcript of silence.",
+        description="Characters to keep in addition to letters and digits, for example an apostrophe. The rest is removed, and "
+        "letters become lower case. A label without any is the transcript of silence.",
     )
 
     @property
@@ -97,7 +97,7 @@ def contains_units(sequences: np.ndarray, units: int) -> np.ndarray:
 
 
 def find_rarest_units(labels: np.ndarray, sequences: np.ndarray, units: int) -> np.ndarray:
-    """Return the unit of each clip that the fewest clips contain, the smallest index in a tie: int64 [clips].
+    """Return the rarest unit of each clip by the number of clips with it, the smallest index in a tie: int64 [clips].
 
     Clips without units, or without a label, have the code -1.
 
@@ -114,7 +114,7 @@ def find_rarest_units(labels: np.ndarray, sequences: np.ndarray, units: int) -> 
 
 
 def replace_units(units: Sequence[str], settings: LabelSequenceSettings, drawn: np.ndarray) -> list[str]:
-    """Write transcripts with other units, which :meth:`LabelSequenceSettings.split` splits again.
+    """Write transcripts with new units, the inverse of :meth:`LabelSequenceSettings.split`.
 
     Args:
         units: names of the units.

@@ -55,7 +55,7 @@ class Part:
     separator: str | None = None
     """Separator of the classes in a label; ``None``: each label is a single class."""
     transcripts: LabelSequenceSettings | None = None
-    """Form of the labels that are transcripts; ``None``: each label is a class, or a set of classes."""
+    """Form of transcripts as labels; ``None``: each label is a class, or a set of classes."""
     skipped: Sequence[tuple[str, str]] = ()
     """Unreadable clips, and clips with an unreadable view, with the reasons."""
     messages: Sequence[str] = ()

@@ -108,7 +108,7 @@ class DataSettings(Settings):
     )
     label_sequences: LabelSequenceSettings | None = Field(
         None,
-        description="Labels that are transcripts. Their units are the classes. Partitions and splits by label count a clip under "
+        description="Transcripts as labels. Their units are the classes. Partitions and splits by label count a clip under "
         "its rarest unit, and data.corrupt.labels replaces single units. null: labels are not transcripts.",
     )
     ungrouped: Literal["keep", "deal"] = Field(
@@ -266,7 +266,7 @@ class DataSettings(Settings):
         return self
 
     def _check_transcripts(self) -> None:
-        """Reject settings that need one class for each clip, or that cut clips, if labels are transcripts."""
+        """Reject settings for single classes or cut clips if labels are transcripts."""
         if self.label_sequences is None:
             return
         conflicting = {
@@ -279,8 +279,8 @@ class DataSettings(Settings):
         for place, value in conflicting.items():
             if value is not None:
                 raise ConfigError(
-                    f"data.label_sequences: a label is the transcript of a whole clip, which {place} does not support. Remove "
-                    f"either of them"
+                    f"data.label_sequences: a label is the transcript of a whole clip, so {place} is not supported. Remove either "
+                    f"of them"
                 )
 
     def _check_parts(self) -> None:

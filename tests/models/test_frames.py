@@ -1,4 +1,4 @@
-"""Frames of networks: their pooling is the embedding, and they depend neither on padding nor on other examples."""
+"""Frames of networks: their pooling is the embedding, and they depend only on their example without its padding."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_predictions_equal_the_values_of_the_run(tiny: Tiny) -> None:
     json_out = io.StringIO()
     show(found.values(), 1, "json", "", json_out, "text")
     assert '"text": ' in json_out.getvalue()
-    with pytest.raises(InputError, match="model 'model' writes transcripts, which raydfl export does not support"):
+    with pytest.raises(InputError, match="raydfl export does not support transcripts"):
         export_model(folder)
 
 
@@ -243,7 +243,7 @@ class NoFrames(nn.Module):
         (
             ("attack={name: label_flip, clients: 1}",),
             ConfigError,
-            "attack 'label_flip' needs an objective that learns one class for each clip",
+            "attack 'label_flip' needs an objective .* class for each clip",
         ),
         (('data.texts=["-", "?"]',), DataError, "all 2 transcripts are empty"),
     ],

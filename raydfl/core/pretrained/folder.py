@@ -110,7 +110,7 @@ class EncoderFolder:
 
     @property
     def patch_bands(self) -> int | None:
-        """Number of AST's patches at a time, one above the other; ``None`` for encoders with one token at a time."""
+        """Number of AST's patches over the bands; ``None`` for encoders with a single token at a time."""
         if self.kind != "audio-spectrogram-transformer":
             return None
         return int((self.bands - self.settings.patch_size) // self.settings.frequency_stride + 1)

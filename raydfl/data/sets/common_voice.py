@@ -45,7 +45,7 @@ class CommonVoice(FileDataset):
     lists: Annotated[
         tuple[str, ...],
         Field(
-            min_length=1, description="Lists to read, without .tsv. A list other than train, dev and test has no split."
+            min_length=1, description="Lists to read, without .tsv. All lists except train, dev and test have no split."
         ),
     ] = ("train", "dev", "test")
 

@@ -109,7 +109,7 @@ class FSDDStrings(FSDD):
     def _divide(
         self, speaker: str, takes: Mapping[str, list[tuple[str, str]]]
     ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Divide a speaker's takes into those of the test and of training, by digit. Empty: the speaker is not in it."""
+        """Divide a speaker's takes into test and training, by digit. Empty: the speaker has none."""
         if self.test_speakers:
             whole = {digit: [path for path, _ in paths] for digit, paths in takes.items()}
             return (whole, {}) if speaker in self.test_speakers else ({}, whole)

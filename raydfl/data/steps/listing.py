@@ -65,7 +65,7 @@ class Assignment:
 
     @property
     def strata(self) -> str:
-        """Name of the column that partitions and splits by label read: the rarest unit of a transcript, else the label."""
+        """Column for partitions and splits by label: the rarest unit of a transcript, else the label."""
         return MAIN_UNIT if MAIN_UNIT in self.clips.schema.names else "label"
 
     @property

@@ -110,7 +110,7 @@ def export_model(
     loaded = load_model(run_dir, model, client, trust, best)
     if loaded.objective.answers == "text":
         raise InputError(
-            f"model {loaded.name!r} writes transcripts, which raydfl export does not support. Use raydfl predict, or the outputs "
+            f"raydfl export does not support transcripts, the answers of model {loaded.name!r}. Use raydfl predict, or the outputs "
             f"of raydfl.load_model."
         )
     path = _make_default_path(loaded, form, quantize) if out is None else Path(out)

@@ -13,7 +13,7 @@ from raydfl.core.ops import ctc_loss
 
 
 def sum_over_paths(log_probabilities: np.ndarray, target: list[int]) -> float:
-    """Sum the probabilities of all token sequences that give the target, float64 [tokens, outputs]."""
+    """Sum the probabilities of all token sequences of the target, float64 [tokens, outputs]."""
     tokens, outputs = log_probabilities.shape
     total = 0.0
     for path in itertools.product(range(outputs), repeat=tokens):
@@ -24,7 +24,7 @@ def sum_over_paths(log_probabilities: np.ndarray, target: list[int]) -> float:
 
 
 def draw(rng: np.random.Generator, batch: int, tokens: int, outputs: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Draw logits float64 [batch, tokens, outputs], and targets that fit into the tokens."""
+    """Draw logits float64 [batch, tokens, outputs], and targets for this number of tokens."""
     targets = np.full((batch, longest), -1)
     for row in targets:
         while True:
@@ -55,7 +55,7 @@ def test_gradients_equal_finite_differences() -> None:
 
 
 def test_targets_too_long_for_their_tokens_have_no_loss_and_no_gradient() -> None:
-    """They occur in padding examples, whose weight is 0. Infinity times 0 would be NaN."""
+    """They occur in padding examples of weight 0. Infinity times 0 would be NaN."""
     logits = torch.randn(1, 2, 3, requires_grad=True)
     loss = ctc_loss(logits.log_softmax(dim=2), torch.tensor([[1, 1]]))
     loss.sum().backward()

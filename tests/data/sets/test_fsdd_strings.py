@@ -1,4 +1,4 @@
-"""Strings of spoken digits, on small files of FSDD's layout. Each take has a constant value, by which the tests find it."""
+"""Strings of spoken digits, on small files of FSDD's layout. The constant value of each take identifies it."""
 
 from __future__ import annotations
 

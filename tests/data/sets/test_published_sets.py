@@ -136,7 +136,7 @@ LIBRISPEECH: Files = {
 }
 COMMON_VOICE: Files = {
     **dict.fromkeys(("clips/a.mp3", "clips/b.mp3", "clips/c.mp3"), "not opened"),
-    "train.tsv": 'client_id\tpath\tsentence\tage\nada\ta.mp3\t"Hi", she said.\t\nbo\tb.mp3\tTwo\tteens\n',
+    "train.tsv": 'client_id\tpath\tsentence\tage\nada\ta.mp3\t"Hi", he called.\t\nbo\tb.mp3\tTwo\tteens\n',
     "dev.tsv": "client_id\tpath\tsentence\n",
     "test.tsv": "client_id\tpath\tsentence\ncy\tc.mp3\tThree\n",
     "validated.tsv": "client_id\tpath\tsentence\nada\ta.mp3\tHi\n",
@@ -276,7 +276,7 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
         (
             *("common_voice", COMMON_VOICE, {}, "clip label group split"),
             [
-                ("clips/a.mp3", '"Hi", she said.', "ada", "train"),
+                ("clips/a.mp3", '"Hi", he called.', "ada", "train"),
                 ("clips/b.mp3", "Two", "bo", "train"),
                 ("clips/c.mp3", "Three", "cy", "test"),
             ],
