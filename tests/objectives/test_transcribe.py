@@ -29,7 +29,7 @@ from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Recording
 from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.report.data import read_run
-from raydfl.testing import assert_same_bits, start_server, train_federation
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 SPOKEN = (
@@ -161,7 +161,8 @@ def test_batched_clients_equal_unbatched_clients(tiny: Tiny) -> None:
 def test_actors_give_the_same_bits(tiny: Tiny, ray_session: None, actors: int) -> None:
     settings = (*SPOKEN, "train.rounds=2", "train.cohort=1.0", "train.batch_size=3", "data.groups=3")
     serial = train_federation(tiny(*settings, "run.name=serial"))
-    assert_same_bits(serial, train_federation(tiny(*settings, "run.name=actors", f"ray.actors={actors}")))
+    outcome = run(tiny(*settings, "run.name=actors", f"ray.actors={actors}"))
+    assert_same_bits(serial, read_tensors(outcome.run_dir))
 
 
 def test_predictions_equal_the_values_of_the_run(tiny: Tiny) -> None:
