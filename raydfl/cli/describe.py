@@ -28,6 +28,7 @@ from raydfl.data import (
     list_clips,
     natural_order,
     read_remarks,
+    split_sequences,
 )
 
 _WIDTH = 110
@@ -93,8 +94,7 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
         yield from _format_entry("root", str(root))
     yield from _format_entry("clips", f"{manifest.num_rows:,}")
     yield from _format_entry("length", _describe_length(manifest))
-    yield from _format_entry(f"classes ({len(classes):,})", _format_counts(manifest, "label", classes))
-    yield from _format_entry("balance", _describe_balance(manifest))
+    yield from _describe_labels(manifest, classes, data)
     without = manifest.column("label").null_count
     if without:
         yield from _format_entry("without a label", f"{without:,} clips")
@@ -171,6 +171,19 @@ def _format_entry(label: str, text: str) -> list[str]:
     start, other = f"  {label:<{_LABEL}}", " " * (_LABEL + 2)
     lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=other, break_on_hyphens=False)
     return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+def _describe_labels(manifest: pa.Table, classes: Sequence[str], data: DataSettings) -> Iterator[str]:
+    """Describe the classes and their balance, or the transcripts and their units."""
+    if data.label_sequences is None:
+        yield from _format_entry(f"classes ({len(classes):,})", _format_counts(manifest, "label", classes))
+        yield from _format_entry("balance", _describe_balance(manifest))
+        return
+    units, _ = split_sequences(classes, data.label_sequences)
+    shown = [repr(unit).replace(" ", _NO_BREAK) for unit in units[:_MOST_NAMES]]
+    yield from _format_entry("transcripts", f"{len(classes):,} different")
+    more = ", ..." if len(units) > len(shown) else ""
+    yield from _format_entry(f"{data.label_sequences.units} ({len(units):,})", ", ".join(shown) + more)
 
 
 def _describe_length(manifest: pa.Table) -> str:
@@ -279,4 +292,5 @@ def _count_server(tables: Assignment, role: str) -> str:
     labels = tables.codes("label")[tables.has_role(role)]
     if not len(labels):
         return "none"
-    return f"{len(labels):,} clips of {len(np.unique(labels))} of the {len(tables.classes)} classes"
+    kind = "classes" if tables.strata == "label" else "transcripts"
+    return f"{len(labels):,} clips of {len(np.unique(labels))} of the {len(tables.classes)} {kind}"

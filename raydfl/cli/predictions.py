@@ -43,7 +43,7 @@ def show(
         form: output format.
         heading: text above a table.
         out: output stream. Standard output by default.
-        answers: type of the predictions: "class", "set" or "score".
+        answers: type of the predictions: "class", "set", "score" or "text".
         several: whether to show the model of each prediction. Only for classes.
 
     Raises:
@@ -58,6 +58,8 @@ def show(
         writers |= {"csv": _write_score_csv, "table": _write_score_table}
     elif answers == "set":
         writers |= {"csv": _write_set_csv, "table": _write_set_table}
+    elif answers == "text":
+        writers |= {"csv": _write_text_csv, "table": _write_text_table}
     elif several:
         writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
@@ -83,6 +85,8 @@ def format_answer(prediction: Prediction) -> str:
         return f"{prediction.score:.4g} {prediction.decision}".rstrip()
     if prediction.answers == "set":
         return ", ".join(prediction.labels) or "-"
+    if prediction.answers == "text":
+        return prediction.text or "-"
     return f"{prediction.label} {100 * prediction.probability:.0f} %"
 
 
@@ -96,12 +100,14 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     Returns:
         ``file``, ``label``, ``probability`` and ``top`` for a class; ``file``, ``labels`` and ``top`` for a set of classes;
         ``file`` and ``score`` for a score, with ``decision``, ``threshold`` and ``threshold_origin`` if there is a threshold;
-        ``file`` and ``error`` for an unreadable recording.
+        ``file`` and ``text`` for a transcript; ``file`` and ``error`` for an unreadable recording.
     """
     if prediction.error:
         return {"file": escape_path(prediction.file), "error": prediction.error}
     if prediction.answers == "score":
         return {"file": escape_path(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
+    if prediction.answers == "text":
+        return {"file": escape_path(prediction.file), "text": prediction.text}
     answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         answer = {"labels": list(prediction.labels)}
@@ -172,6 +178,21 @@ def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: T
     for name, prediction in named:
         ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _select_top_classes(prediction, top))
         table.add_row(*map(Text, (name, ", ".join(prediction.labels) or "-", ranks)))
+    _print(table, heading, folder, out)
+
+
+def _write_text_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["file", "text", "error"])
+    writer.writerows([escape_path(item.file), item.text, item.error] for item in found)
+
+
+def _write_text_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
+    table = Table("file", "text", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    folder, named = _name_files(found)
+    for name, prediction in named:
+        table.add_row(Text(name), Text(prediction.text or "-"))
     _print(table, heading, folder, out)
 
 

@@ -53,6 +53,8 @@ SCORES: Mapping[str, Score] = {
     "oracle_recall": Score("recall at the threshold with the largest F1 on the test (oracle)", drawn=False),
     "macro_f1": Score("macro F1"),
     "average_recall": Score("average recall", drawn=False),
+    "cer": Score("character error rate", higher_is_better=False, headline=True),
+    "wer": Score("word error rate", higher_is_better=False),
     "attack_success": Score("attack success", higher_is_better=False),
     "loss": Score("loss", higher_is_better=False, share=False, unit="nats"),
 }
@@ -191,6 +193,16 @@ def _mean_over_clips(
     # Sum logarithms: a clip with probability 1e-400 for its true class has a large loss, not an infinite one.
     np.logaddexp.at(mean, clip_of_row, log_probabilities)
     return mean - np.log(segments)[:, None], truth
+
+
+def count_edits(truth: Sequence[object], answer: Sequence[object]) -> int:
+    """Count the substitutions, deletions and insertions from a sequence to an answer (Levenshtein distance)."""
+    row = [*range(len(answer) + 1)]
+    for number, unit in enumerate(truth, 1):
+        diagonal, row[0] = row[0], number
+        for place, other in enumerate(answer, 1):
+            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (unit != other))
+    return row[-1]
 
 
 def pool(parts: Iterable[Metrics]) -> dict[str, Metric]:

@@ -184,7 +184,8 @@ class Batch:
     """Inputs by view, float32 [batch, frames, bands]; images: [batch, channels, rows, columns]. Frames beyond an example's length
     are 0, and so are examples without the view."""
     y: Tensor
-    """int64 [batch]: class indices. For sets of classes float32 [batch, classes]: 1 for the classes of a clip, else 0."""
+    """int64 [batch]: class indices. For sets of classes float32 [batch, classes]: 1 for the classes of a clip, else 0. For
+    transcripts int64 [batch, longest]: class indices in order, -1 after the end."""
     view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] by view: valid frames of each example. Views with examples of equal length have no entry."""
     present: Mapping[str, Tensor] = field(default_factory=dict)

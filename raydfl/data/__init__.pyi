@@ -15,6 +15,8 @@ from raydfl.data.examples import Examples as Examples
 from raydfl.data.examples import Frames as Frames
 from raydfl.data.images import read_image as read_image
 from raydfl.data.imports import import_recordings as import_recordings
+from raydfl.data.label_sequences import join_units as join_units
+from raydfl.data.label_sequences import split_sequences as split_sequences
 from raydfl.data.manifest import escape_path as escape_path
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import read_remarks as read_remarks

@@ -156,6 +156,7 @@ class Assembler:
             pools,
             meanings,
             None if data.label_sets is None else data.label_sets.separator,
+            data.label_sequences,
             [*skipped, *self.unread],
             [*messages, *self.messages],
         )

@@ -16,6 +16,7 @@ from raydfl.core.users_code import naming_failures
 from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
 from raydfl.data.features.extraction import RunChunks
+from raydfl.data.label_sequences import find_rarest_units, split_sequences
 from raydfl.data.manifest import read_remarks
 from raydfl.data.part import Part
 from raydfl.data.population import Population
@@ -23,13 +24,21 @@ from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings, qualify_error
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
-from raydfl.data.steps.listing import UNLABELLED, Assignment, add_batch_column, make_assignment, natural_order
+from raydfl.data.steps.listing import (
+    MAIN_UNIT,
+    UNLABELLED,
+    Assignment,
+    add_batch_column,
+    make_assignment,
+    natural_order,
+)
 from raydfl.data.steps.partition import check_classes, partition_clips
 from raydfl.data.steps.poison import Poisoner, poison
 from raydfl.data.steps.pools import assign_pools, check_pool_names
 from raydfl.data.steps.profile import add_profiles
 from raydfl.data.steps.split import hold_out, split_clips
 from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, match_clients, share_clips
+from raydfl.data.tables import encode
 
 Step = Callable[[Assignment], Assignment]
 STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profile", "corrupt", "poison")
@@ -91,7 +100,9 @@ def make_steps(data: DataSettings, seed: int, attack: Poisoner | None = None) ->
         "partition": partition,
         "hold_out": lambda tables: hold_out(tables, data.split, seed),
         "profile": lambda tables: add_profiles(tables, data.profile),
-        "corrupt": lambda tables: remove_views(corrupt(tables, data.corrupt, seed), data.missing, seed),
+        "corrupt": lambda tables: remove_views(
+            corrupt(tables, data.corrupt, seed, data.label_sequences), data.missing, seed
+        ),
     }
     if attack is not None:
         steps["poison"] = lambda tables: poison(tables, attack, seed)
@@ -124,6 +135,10 @@ def assign_clips(
         DataError: the settings of a step do not suit the clips.
     """
     listed = functools.reduce(add_batch_column, data.columns, make_assignment(manifest, classes))
+    if data.label_sequences is not None:
+        units, sequences = split_sequences(classes, data.label_sequences)
+        rarest = find_rarest_units(listed.codes("label"), sequences, len(units))
+        listed = listed.set_clips(**{MAIN_UNIT: encode(rarest, units)})
     if last in ("list", "leave_out"):
         return listed
     tables = usable = listed if readable is None else listed.select(readable)
@@ -136,7 +151,7 @@ def assign_clips(
         steps["split"] = steps["hold_out"] = lambda tables: tables  # the user's table has assigned the roles
     for name, step in steps.items():
         tables = step(tables)
-        if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is None:
+        if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is data.label_sequences is None:
             check_classes(tables, listed, usable)
         if name == last:
             break

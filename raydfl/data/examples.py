@@ -141,7 +141,7 @@ class Examples:
     views: Mapping[str, Frames]
     """The views of the examples by name, at least the first."""
     labels: np.ndarray
-    """int64 [examples]: class indices, or row indices of :attr:`sets`."""
+    """int64 [examples]: class indices, or row indices of :attr:`sets` or :attr:`sequences`."""
     clips: np.ndarray
     """int64 [examples]: index of the clip in the manifest. Segments of a clip share it."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -150,6 +150,10 @@ class Examples:
     """Names of the classes."""
     sets: np.ndarray | None = None
     """bool [labels, classes]: the classes of each label; ``None``: each label is a single class."""
+    sequences: np.ndarray | None = None
+    """int32 [labels, longest]: the classes of each label in order, -1 after the end; ``None``: labels are not transcripts."""
+    joint: str = ""
+    """Text between two classes of a transcript."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -197,7 +201,16 @@ class Examples:
         return self if [*self.views] == [view] else replace(self, views={view: self.views[view]})
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
-        """Convert label indices (int [n]) to targets: int64 [n], or multi-hot float32 [n, classes] with :attr:`sets`."""
+        """Convert label indices to targets.
+
+        Args:
+            labels: int [n].
+
+        Returns:
+            int64 [n]; multi-hot float32 [n, classes] with :attr:`sets`; int64 [n, longest] with :attr:`sequences`.
+        """
+        if self.sequences is not None:
+            return self.sequences[labels].astype(np.int64)
         return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
 
     @classmethod

@@ -13,6 +13,7 @@ import numpy as np
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.examples import Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
+from raydfl.data.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.label_sets import split_labels
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard
@@ -44,7 +45,7 @@ class Part:
     tables: Tables
     """The tables of clips and clients."""
     labels: Sequence[str]
-    """Labels of the clips. With a separator, a label may have several classes."""
+    """Labels of the clips. With a separator, a label may have several classes. With transcripts, a label is a sequence."""
     views: dict[str, StoredView]
     """The features of all views by name, starting with the first view."""
     pools: Sequence[str] = ("train",)
@@ -53,6 +54,8 @@ class Part:
     """Values of additional columns (``data.columns``) by name. The table of clips has indices into them."""
     separator: str | None = None
     """Separator of the classes in a label; ``None``: each label is a single class."""
+    transcripts: LabelSequenceSettings | None = None
+    """Form of transcripts as labels; ``None``: each label is a class, or a set of classes."""
     skipped: Sequence[tuple[str, str]] = ()
     """Unreadable clips, and clips with an unreadable view, with the reasons."""
     messages: Sequence[str] = ()
@@ -69,6 +72,11 @@ class Part:
         """Classes of each label, bool [labels, classes]; ``None``: each label is a single class."""
         if self.separator is not None:
             names, self.sets = split_labels(self.classes, self.separator)
+            self.classes = tuple(names)
+        self.sequences: np.ndarray | None = None
+        """Classes of each label in order, int32 [labels, longest], -1 after the end; ``None``: labels are not transcripts."""
+        if self.transcripts is not None:
+            names, self.sequences = split_sequences(self.classes, self.transcripts)
             self.classes = tuple(names)
         self._held_out: dict[str, Examples] = {}
 
@@ -102,6 +110,8 @@ class Part:
         }
         shards = None if facts["shards"] is None else [Shard(*shard) for shard in facts["shards"]]
         plain = {name: value for name, value in facts.items() if name not in ("views", "shards")}
+        if plain.get("transcripts") is not None:
+            plain["transcripts"] = LabelSequenceSettings(**plain["transcripts"])
         return cls(tables, views=views, shards=shards, **plain)
 
     def to_facts(self) -> dict[str, Any]:
@@ -116,7 +126,8 @@ class Part:
         }
         shards = None if self.shards is None else [dataclasses.astuple(shard) for shard in self.shards]
         names = ("labels", "pools", "columns", "separator", "skipped", "messages")
-        return {"views": views, "shards": shards, **{name: getattr(self, name) for name in names}}
+        transcripts = {} if self.transcripts is None else {"transcripts": self.transcripts.model_dump()}
+        return {"views": views, "shards": shards, **{name: getattr(self, name) for name in names}, **transcripts}
 
     @property
     def optional_views(self) -> list[str]:
@@ -145,7 +156,8 @@ class Part:
 
     def sum_by_class(self, counts: np.ndarray) -> np.ndarray:
         """Convert counts of labels, int64 [..., labels], to counts of classes, int64 [..., classes]."""
-        return counts if self.sets is None else counts @ self.sets.astype(np.int64)
+        members = self.sets if self.sequences is None else contains_units(self.sequences, len(self.classes))
+        return counts if members is None else counts @ members.astype(np.int64)
 
     def examples(self, rows: slice, store: int | None = None) -> Examples:
         """Return the examples in a range of rows with a common feature store.
@@ -178,4 +190,6 @@ class Part:
             {name: read(f"column:{name}").astype(np.int64) for name in self.columns},
             self.classes,
             self.sets,
+            self.sequences,
+            "" if self.transcripts is None else self.transcripts.joint,
         )

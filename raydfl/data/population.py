@@ -98,6 +98,11 @@ class Population:
         """Classes of each label, bool [labels, classes]; ``None``: each label is a single class."""
         return self._part.sets
 
+    @property
+    def sequences(self) -> np.ndarray | None:
+        """Classes of each label in order, int32 [labels, longest], -1 after the end; ``None``: labels are not transcripts."""
+        return self._part.sequences
+
     def shape(self, view: str, data: DataSettings) -> int | tuple[int, int, int]:
         """Return the input shape of a network for a view: bands, or (channels, rows, columns) of images."""
         settings = data.all_views[view]

@@ -26,6 +26,7 @@ from raydfl.data.dataset import find_dataset
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, make_features
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.label_sequences import LabelSequenceSettings
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
@@ -104,6 +105,11 @@ class DataSettings(Settings):
     leave_out: tuple[str, ...] = Field((), description="Labels to exclude. Their clips are never read.")
     label_sets: LabelSetSettings | None = Field(
         None, description="Labels with several classes each. null: each label is a single class."
+    )
+    label_sequences: LabelSequenceSettings | None = Field(
+        None,
+        description="Transcripts as labels. Their units are the classes. Partitions and splits by label count a clip under "
+        "its rarest unit, and data.corrupt.labels replaces single units. null: labels are not transcripts.",
     )
     ungrouped: Literal["keep", "deal"] = Field(
         "keep",
@@ -238,6 +244,7 @@ class DataSettings(Settings):
                 "data.corrupt.labels replaces the class of a clip, but with data.label_sets a clip has several classes. Set "
                 "either of them to null"
             )
+        self._check_transcripts()
         self._check_pools()
         self._check_table()
         self._check_parts()
@@ -257,6 +264,24 @@ class DataSettings(Settings):
         for name in self.sites:
             self.select_site(name)
         return self
+
+    def _check_transcripts(self) -> None:
+        """Reject settings for single classes or cut clips if labels are transcripts."""
+        if self.label_sequences is None:
+            return
+        conflicting = {
+            "data.label_sets": self.label_sets,
+            "data.unlabelled": self.unlabelled,
+            "data.segment": self.segment,
+            "the transform random_crop": self.first_view.pipeline.crop if self.transforms else None,
+            "data.sites": self.sites or None,
+        }
+        for place, value in conflicting.items():
+            if value is not None:
+                raise ConfigError(
+                    f"data.label_sequences: a label is the transcript of a whole clip, so {place} is not supported. Remove either "
+                    f"of them"
+                )
 
     def _check_parts(self) -> None:
         """Validate the settings of each part, and the parts of each site."""

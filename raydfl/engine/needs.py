@@ -68,7 +68,11 @@ def check_needs(
             *_find_method_conflicts(declared, method, names),
             *_find_training_conflicts(declared, phases),
             *_find_parts_conflicts(declared, data),
-            *(c for part, own in data.each.items() for c in _find_data_conflicts(declared, own, pools.get(part))),
+            *(
+                c
+                for part, own in data.each.items()
+                for c in _find_data_conflicts(owner, declared, own, pools.get(part))
+            ),
         )
         for place, need, reason, remedy in conflicts:
             end = "" if remedy.endswith(("?", ".")) else "."
@@ -101,7 +105,7 @@ def _find_method_conflicts(needs: Needs, method: Method, names: tuple[str, str, 
         yield "objective", f"objective={' or '.join(needs.objectives)}", reason, remedy
     if needs.labels not in ("any", method.objective.needs.labels):
         remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
-        target = "one class for each clip" if needs.labels == "one" else "sets of classes"
+        target = {"one": "one class for each clip", "sets": "sets of classes"}.get(needs.labels, "transcripts")
         yield "objective", f"an objective that learns {target}", reason, remedy
     if needs.new_values and method.changes:
         remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"
@@ -130,7 +134,9 @@ def _find_parts_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict
         yield "data.heads", "one output for each class of a part", "all parts share the outputs", remedy
 
 
-def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | None) -> Iterator[Conflict]:
+def _find_data_conflicts(
+    owner: str, needs: Needs, data: DataSettings, pools: Sequence[str] | None
+) -> Iterator[Conflict]:
     kind = data.features.kind
     if needs.recordings and kind in ("file", "image"):
         remedy = "set it to logmel, or run the attack with the model that computed the features"
@@ -139,12 +145,7 @@ def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] 
     if any(partition.by == "table" for partition in partitions):
         remedy = "choose another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
         yield "data.partition.by", "clips with a single owner", "clients of a table may share clips", remedy
-    if needs.labels == "one" and data.label_sets is not None:
-        remedy = "choose objective=multi_label, or set data.label_sets to null"
-        yield "data.label_sets", "one label for each clip", "data.label_sets splits labels into sets of classes", remedy
-    if needs.labels == "sets" and data.label_sets is None:
-        remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
-        yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
+    yield from _find_label_conflicts(owner, needs, data)
     if pools is None:
         named = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
         # A table may name any pool. The check is repeated after the clips are assigned.
@@ -168,6 +169,26 @@ def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] 
             hint = nearest(column, [*data.profile, *KNOWN])
             remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column. {hint}"
             yield "data.profile", f"the column {column!r}", "the clients' profiles do not have it", remedy
+
+
+def _find_label_conflicts(owner: str, needs: Needs, data: DataSettings) -> Iterator[Conflict]:
+    if needs.labels == "one" and data.label_sets is not None:
+        remedy = "choose objective=multi_label, or set data.label_sets to null"
+        yield "data.label_sets", "one label for each clip", "data.label_sets splits labels into sets of classes", remedy
+    if needs.labels != "sequences" and data.label_sequences is not None and owner.startswith("objective"):
+        remedy = "choose objective=transcribe, or set data.label_sequences to null"
+        yield (
+            "data.label_sequences",
+            "labels that are no transcripts",
+            "data.label_sequences makes them transcripts",
+            remedy,
+        )
+    if needs.labels == "sequences" and data.label_sequences is None:
+        remedy = "set data.label_sequences='{units: words}' or '{units: characters}', or choose objective=classify"
+        yield "data.label_sequences", "transcripts", "a label is a class", remedy
+    if needs.labels == "sets" and data.label_sets is None:
+        remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
+        yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
 
 
 def has_clip_table(data: DataSettings) -> bool:

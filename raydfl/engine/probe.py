@@ -58,6 +58,8 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                 models = _build(method, specs, config.run.seed)
                 fixed = find_fixed_tensors(models, method.fixed)
                 for name, model in models.items():
+                    if name not in (*method.partial, *method.on_features):
+                        method.objective.check_network(f"models.{name}", model, part_data)
                     _try(method, models, name, specs, batch, real)
                     spec = next(spec for spec in specs if spec.name == name)
                     described.setdefault(name, {})[spec] = {
@@ -72,16 +74,16 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
 
 
 def _check_classes(population: Population) -> None:
-    """Reject data with sets of classes if a class has no training clip.
+    """Reject data with sets or sequences of classes if a class has no training clip.
 
     For data with one class per clip, :mod:`raydfl.data` reports missing classes with more detail.
     """
-    if population.sets is None or not population.has_clips:
+    if population.sets is population.sequences is None or not population.has_clips:
         return
     for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(
             f"no client has a clip of class {population.classes[int(number)]!r}. Change data.split or data.partition, or exclude "
-            f"labels with this class (data.leave_out)"
+            f"labels with this class (data.leave_out), or use it in tests only (data.unseen=keep)"
         )
 
 

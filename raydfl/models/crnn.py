@@ -74,16 +74,27 @@ class CRNN(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute logits float32 [batch, classes] from the arguments of :meth:`embed`."""
-        logits: Tensor = self.output(self.embed(x, lengths))
+        return self.head(self.embed(x, lengths))
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """Compute logits float32 [..., classes] from embeddings or frames float32 [..., hidden * directions]."""
+        logits: Tensor = self.output(embedding)
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Average the GRU's output over time: float32 [batch, hidden * directions].
+        """Average the :meth:`frames` over time: float32 [batch, hidden * directions]."""
+        return mean_over_time(*self.frames(x, lengths))
+
+    def frames(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the GRU's output at each time step after pooling.
 
         Args:
             x: float32 [batch, frames, inputs].
             lengths: int64 [batch], number of valid frames, at least 1. ``None``: all. An example shorter than the pooling
                 counts as one frame after it.
+
+        Returns:
+            float32 [batch, tokens, hidden * directions], and the number of valid tokens, int64 [batch]. ``None``: all.
 
         Raises:
             DataError: the batch has fewer frames than the pooling needs.
@@ -100,7 +111,7 @@ class CRNN(nn.Module):
                 x = x * self.scale
             if lengths is not None:
                 lengths = (lengths // self.pool).clamp_min(1)
-        return mean_over_time(self.gru.outputs(self.dropout(x), lengths), lengths)
+        return self.gru.outputs(self.dropout(x), lengths), lengths
 
     def channels(self) -> Channels:
         """Return the groups of channels: the filters of each convolution, and the units of each direction of the GRU."""

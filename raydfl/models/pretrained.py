@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.pretrained import Encoder, EncoderFolder, pool_tokens, read_encoder_folder
+from raydfl.core.pretrained import Encoder, EncoderFolder, average_bands, pool_tokens, read_encoder_folder
 from raydfl.models._lora import Lora, adapter_channels, add_adapters
 from raydfl.models._width import Channels, Width
 
@@ -63,7 +63,7 @@ class Pretrained(nn.Module):
             )
         about = read_encoder_folder(folder)
         _check(about, inputs, train, after)
-        self.kind, self.pooling = about.kind, pooling
+        self.kind, self.pooling, self.bands = about.kind, pooling, about.patch_bands
         self.encoder = Encoder(about, after, about.layers)
         self._freeze(train, about.layers)
         self.hidden = None if hidden is None else nn.Linear(about.width, hidden)
@@ -86,6 +86,25 @@ class Pretrained(nn.Module):
         tokens, count = self.encoder(x, lengths)
         embedding = pool_tokens(tokens, count, self.pooling, self.kind)
         return embedding if self.hidden is None else self.hidden(embedding).relu()
+
+    def frames(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute tokens in the order of time.
+
+        Args:
+            x: float32 [batch, frames, inputs].
+            lengths: int64 [batch], number of valid frames. ``None``: all.
+
+        Returns:
+            float32 [batch, tokens, width], and the number of valid tokens, int64 [batch]. ``None``: all, as for AST and Whisper,
+            which pad or cut clips to a fixed length. The tokens of AST are averaged over the bands.
+        """
+        tokens, count = self.encoder(x, lengths)
+        return (tokens if self.bands is None else average_bands(tokens, self.bands)), count
+
+    def head(self, frames: Tensor) -> Tensor:
+        """Compute logits float32 [..., classes] from frames float32 [..., width]."""
+        logits: Tensor = self.output(frames if self.hidden is None else self.hidden(frames).relu())
+        return logits
 
     def _freeze(self, train: str | int, layers: int) -> None:
         """Freeze all layers of the encoder except the trained layers."""

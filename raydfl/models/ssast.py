@@ -71,7 +71,7 @@ class SSAST(nn.Module):
         kernel, stride = (
             ((PATCH, PATCH), (STRIDE, STRIDE)) if patches == "patch" else ((FRAMES_OF_A_FRAME, inputs), (1, inputs))
         )
-        self.frames = frames
+        self.length = frames
         self.patch_embed = nn.Conv2d(1, embedding, kernel, stride)
         count = [(size - k) // s + 1 for size, k, s in zip((frames, inputs), kernel, stride, strict=True)]
         self.grid = (count[0], count[1])
@@ -93,6 +93,11 @@ class SSAST(nn.Module):
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
+    def head(self, frames: Tensor) -> Tensor:
+        """Compute logits float32 [..., classes] from frames float32 [..., embedding]."""
+        logits: Tensor = self.output(self.head_norm(frames))
+        return logits
+
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute the normalised mean of the patch tokens: float32 [batch, embedding].
 
@@ -100,11 +105,32 @@ class SSAST(nn.Module):
             x: float32 [batch, frames, inputs].
             lengths: ignored. Padding is 0, like the zeros after a short clip.
         """
-        x = F.pad(x, (0, 0, 0, self.frames))[:, : self.frames]  # no branch on the length, for torch.export
+        embedding: Tensor = self.head_norm(self._compute_patches(x).mean(dim=1))
+        return embedding
+
+    def frames(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Average the patch tokens over the bands.
+
+        Args:
+            x: float32 [batch, frames, inputs].
+            lengths: int64 [batch], number of valid frames. ``None``: all.
+
+        Returns:
+            float32 [batch, tokens, embedding], and the number of tokens whose patch is within the valid frames, at least 1: int64
+            [batch].
+        """
+        kernel, stride = self.patch_embed.kernel_size[0], self.patch_embed.stride[0]
+        counts = torch.full_like(x[:, 0, 0], x.shape[1], dtype=torch.int64) if lengths is None else lengths
+        valid = torch.div(counts - kernel, stride, rounding_mode="floor") + 1
+        return self._compute_patches(x).unflatten(1, self.grid).mean(dim=2), valid.clamp(1, self.grid[0])
+
+    def _compute_patches(self, x: Tensor) -> Tensor:
+        """Compute the patch tokens after the last block, first in time and then in bands: float32 [batch, patches, embedding]."""
+        x = F.pad(x, (0, 0, 0, self.length))[:, : self.length]  # no branch on the length, for torch.export
         patches = self.patch_embed(x.unsqueeze(1)).flatten(2).transpose(1, 2)
         sequence = torch.cat([self.tokens.expand(len(x), -1, -1), patches], dim=1) + self.pos_embed
-        embedding: Tensor = self.head_norm(self.norm(self.blocks(sequence))[:, TOKENS:].mean(dim=1))
-        return embedding
+        tokens: Tensor = self.norm(self.blocks(sequence))[:, TOKENS:]
+        return tokens
 
     def read_published(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """Translate the tensors of a released file to this network's names.

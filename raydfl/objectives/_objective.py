@@ -27,18 +27,23 @@ class Objective(StrictTypes):
     """Base class of objectives: a frozen dataclass without state, whose fields are its options."""
 
     labels: ClassVar[Labels] = "any"
-    """Required labels of a clip: one label, a set of labels (``data.label_sets``), or any, including none."""
+    """Required labels of a clip: one label, a set (``data.label_sets``), a transcript (``data.label_sequences``), or any, including
+    none."""
+
+    needs_frames: ClassVar[bool] = False
+    """Whether a network must have ``frames(x, lengths)``, which returns tokens float32 [batch, tokens, width] and their valid
+    number (int64 [batch], or ``None`` for all), and ``head(tokens)``, its last layers."""
 
     headline: ClassVar[str] = "loss"
     """Default metric for comparing runs, by the last part of its name."""
 
-    answers: ClassVar[Literal["class", "set", "score", "none"]] = "none"
-    """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, or none."""
+    answers: ClassVar[Literal["class", "set", "score", "text", "none"]] = "none"
+    """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, a transcript, or none."""
 
     @property
     def needs(self) -> Needs:
         """Requirements on other settings. By default the :attr:`labels`."""
-        return Needs(labels=self.labels, own_outputs=self.labels == "sets")
+        return Needs(labels=self.labels, own_outputs=self.labels in ("sets", "sequences"))
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
         """Check the options against the data before the first round.
@@ -50,6 +55,26 @@ class Objective(StrictTypes):
         Raises:
             ConfigError: an option does not fit the data.
         """
+
+    def check_network(self, where: str, network: nn.Module, population: Population) -> None:
+        """Check an untrained network against the data before the first round.
+
+        Args:
+            where: the place in the configuration, for error messages.
+            network: the network.
+            population: all clients, of one part if the data have parts. Without examples if they are stored at sites.
+
+        Raises:
+            ConfigError: the network has no frames, but the objective needs them.
+            DataError: the examples do not fit the network.
+        """
+        missing = [name for name in ("frames", "head") if not callable(getattr(network, name, None))]
+        if self.needs_frames and missing:
+            raise ConfigError(
+                f"{where}: objective {type(self).__name__.lower()!r} needs the network's output over time, but "
+                f"{type(network).__name__} has no {missing[0]}(). Choose crnn_lite, pretrained or ssast_tiny, or define "
+                f"{' and '.join(missing)} in your network."
+            )
 
     def remarks(self, population: Population) -> Sequence[str]:
         """Return warnings about the clients' data before the first round.
@@ -109,7 +134,8 @@ class Objective(StrictTypes):
         """Return the module that predicts recordings. By default the network itself.
 
         Returns:
-            A module: x float32 [batch, frames, inputs], lengths int64 [batch] or ``None`` -> float32 [batch, answers].
+            A module: x float32 [batch, frames, inputs], lengths int64 [batch] or ``None`` -> float32 [batch, answers], or
+            [batch, tokens, answers] for transcripts.
         """
         return network
 
@@ -144,6 +170,16 @@ class Objective(StrictTypes):
             bool [classes].
         """
         return answer >= 0.5
+
+    def transcript(self, answer: np.ndarray, classes: Sequence[str], joint: str) -> str:
+        """Return the text of a clip if :attr:`answers` is "text".
+
+        Args:
+            answer: float [tokens, answers], from :meth:`answer_of_clip`.
+            classes: names of the classes, the units of transcripts.
+            joint: text between two units.
+        """
+        raise NotImplementedError
 
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
         """Return the names of the predictor's outputs. By default the classes."""

@@ -44,6 +44,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
     "identify": (MACHINES, *IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [normal]}"),
+    "transcribe": ("data.label_sequences={}", "objective=transcribe"),
 }
 HEADLINES = {
     "classify": "accuracy",
@@ -52,6 +53,7 @@ HEADLINES = {
     "reconstruct": "auc",
     "contrast": "accuracy",
     "identify": "auc",
+    "transcribe": "cer",
 }
 
 Tiny = Callable[..., Config]
@@ -131,6 +133,10 @@ def test_methods_learn_supported_objectives_from_each_view_and_reject_unsupporte
     config = tiny(*overrides, method=method)
     if view == "image" and objective in ("reconstruct", "contrast"):
         with pytest.raises(ConfigError, match=f"objective: {objective} .* the network reads images"):
+            start_server(config)
+        return
+    if objective == "transcribe" and (view == "image" or (method == "fedbn" and view == "first")):
+        with pytest.raises(ConfigError, match=r"objective 'transcribe' needs .* has no frames\(\)"):
             start_server(config)
         return
     server = start_server(config)

@@ -1,8 +1,8 @@
 """Fast operators for audio networks, batched over many small clients.
 
 ``GRU``, ``Conv1d``, ``Conv2d`` and ``Dropout`` replace PyTorch's modules: same constructors, state dicts and results. ``gru``,
-``conv1d`` and ``mean_over_time`` are functions on data with time before channels. ``conv2d``, ``group_norm`` and ``relu_pool`` are
-functions on images with channels last. ``drift_term`` is a loss term over a network's weights. In addition,
+``conv1d``, ``mean_over_time`` and ``ctc_loss`` are functions on data with time before channels. ``conv2d``, ``group_norm`` and
+``relu_pool`` are functions on images with channels last. ``drift_term`` is a loss term over a network's weights. In addition,
 
 - each operator is a single call forward and a single call backward, in C++ on a CPU (``is_compiled()``), else in PyTorch
   operations;
@@ -20,6 +20,7 @@ from __future__ import annotations
 from raydfl.core.ops import spectra
 from raydfl.core.ops._backend import differing_kernels, is_compiled, kernels, use
 from raydfl.core.ops.conv import Conv1d, conv1d
+from raydfl.core.ops.ctc import ctc_loss
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
@@ -39,6 +40,7 @@ __all__ = [
     "add_slices",
     "conv1d",
     "conv2d",
+    "ctc_loss",
     "differing_kernels",
     "drift_term",
     "group_norm",

@@ -7,7 +7,7 @@ folder is run: weights come from safetensors files only.
 Start with folder.py, then read front_end.py and encoder.py.
 """
 
-from raydfl.core.pretrained.encoder import Encoder, pool_tokens, write_encoder
+from raydfl.core.pretrained.encoder import Encoder, average_bands, pool_tokens, write_encoder
 from raydfl.core.pretrained.folder import EncoderFolder, encoder_digest, read_encoder_folder
 from raydfl.core.pretrained.front_end import EncoderFrontEnd
 
@@ -15,6 +15,7 @@ __all__ = [
     "Encoder",
     "EncoderFolder",
     "EncoderFrontEnd",
+    "average_bands",
     "encoder_digest",
     "pool_tokens",
     "read_encoder_folder",

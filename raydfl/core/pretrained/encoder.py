@@ -116,6 +116,19 @@ def pool_tokens(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Te
     return mean_over_time(tokens, count)
 
 
+def average_bands(tokens: Tensor, bands: int) -> Tensor:
+    """Average the patches of AST over the bands, without its first two tokens.
+
+    Args:
+        tokens: float32 [batch, 2 + bands * times, width], the patches first in bands and then in time.
+        bands: patches of a time.
+
+    Returns:
+        float32 [batch, times, width].
+    """
+    return tokens[:, _OWN_TOKENS:].unflatten(1, (bands, -1)).mean(dim=1)
+
+
 def lengths_to_mask(count: Tensor, size: int) -> Tensor:
     """Return a mask of the positions without padding: bool [batch, size]."""
     return torch.arange(size, device=count.device) < count.unsqueeze(1)

@@ -109,6 +109,13 @@ class EncoderFolder:
         return 1 if self.takes_waves else int(self.settings.num_mel_bins)
 
     @property
+    def patch_bands(self) -> int | None:
+        """Number of AST's patches over the bands; ``None`` for encoders with a single token at a time."""
+        if self.kind != "audio-spectrogram-transformer":
+            return None
+        return int((self.bands - self.settings.patch_size) // self.settings.frequency_stride + 1)
+
+    @property
     def sample_rate(self) -> int:
         """Sample rate of the encoder's inputs in Hz."""
         return int(self.extractor.sampling_rate)

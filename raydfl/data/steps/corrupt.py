@@ -18,6 +18,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
 from raydfl.data.client_ids import to_numbers
+from raydfl.data.label_sequences import END, LabelSequenceSettings, replace_units, split_sequences
 from raydfl.data.steps.listing import Assignment, set_columns
 from raydfl.data.tables import encode
 
@@ -78,8 +79,16 @@ class CorruptSettings(Settings):
     labels: LabelErrorSettings | None = Field(None, description="Wrong labels. null: none.")
 
 
-def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignment:
+def corrupt(
+    tables: Assignment, settings: CorruptSettings, seed: int, transcripts: LabelSequenceSettings | None = None
+) -> Assignment:
     """Add the columns ``store``, ``noise`` and ``altered``, replace labels, and flag the corrupted clients.
+
+    Args:
+        tables: the assigned clips.
+        settings: noise and label errors.
+        seed: seed of the run.
+        transcripts: form of labels that are transcripts. Label errors replace their units.
 
     Raises:
         DataError: more clients than the federation has, or an unknown id.
@@ -87,19 +96,26 @@ def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignm
     noisy = choose_clients(tables, None if settings.noise is None else settings.noise.clients, "noisy", seed)
     wrong = choose_clients(tables, None if settings.labels is None else settings.labels.clients, "label_errors", seed)
     label, client, train = tables.codes("label").copy(), tables.codes("client"), tables.has_role("train")
+    known = {name: number for number, name in enumerate(tables.classes)}
+    units, sequences = ([], None) if transcripts is None else split_sequences(tables.classes, transcripts)
     if settings.labels is not None:
         rows, bounds = tables.train_bounds()
         for number in np.flatnonzero(wrong).tolist():
             clips = rows[bounds[number] : bounds[number + 1]]
             clips = clips[label[clips] >= 0]
-            label[clips] = draw_labels(
-                label[clips], len(tables.classes), settings.labels.rate, seed, tables.ids[number]
-            )
+            rate, owner = settings.labels.rate, tables.ids[number]
+            if transcripts is None or sequences is None:
+                label[clips] = draw_labels(label[clips], len(known), rate, seed, owner)
+                continue
+            drawn = sequences[label[clips]]
+            drawn[drawn != END] = draw_labels(drawn[drawn != END], len(units), rate, seed, owner)
+            texts = replace_units(units, transcripts, drawn)
+            label[clips] = [known.setdefault(text, len(known)) for text in texts]
     noise = train & (client >= 0)
     noise[noise] = noisy[client[noise]]
     flags = {name: pa.array(flag) for name, flag in (("noisy", noisy), ("label_errors", wrong)) if flag.any()}
     return replace(tables, clients=set_columns(tables.clients, flags)).set_clips(
-        label=encode(label, tables.classes),
+        label=encode(label, [*known]),
         store=encode(noise.astype(np.int8), STORES),
         noise=pa.array(noise),
         altered=pa.array(np.zeros(len(noise), bool)),

@@ -133,7 +133,7 @@ def deal_clips(tables: Assignment, settings: PartitionSettings, rng: np.random.G
     if settings.by == "group":
         return _deal_groups(tables, settings, rng)
     clients = cast(int, settings.clients)  # validated by PartitionSettings
-    labels = tables.codes("label")
+    labels = tables.codes(tables.strata)
     if settings.by == "dirichlet":
         owner = _deal_skewed_labels(tables, labels, settings, clients, rng)
     else:

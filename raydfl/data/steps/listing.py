@@ -19,6 +19,8 @@ STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 """Columns of every list."""
 TRAIN, LABELLED, UNLABELLED = "train", "labelled", "unlabelled"
 """Names of pools: the default pool, then the two pools of ``data.unlabelled``."""
+MAIN_UNIT = "main unit"
+"""Column of clips with the rarest unit of each transcript."""
 NO_LABEL = -100
 """Class of an unlabelled example. PyTorch's ``cross_entropy`` ignores it."""
 
@@ -36,6 +38,7 @@ class Assignment:
     label        list      dictionary  name of the class; null: unknown
     column:NAME  list      any         additional column of the list
     batch:NAME   list      dictionary  column carried by batches (``data.columns``)
+    main unit    list      dictionary  rarest unit of a transcript (``data.label_sequences``)
     role         split     dictionary  one of :data:`raydfl.data.tables.ROLES`
     pool         pools     dictionary  pool of a training clip
     client       partition dictionary  owner; null: the server, or clients that share clips
@@ -59,6 +62,11 @@ class Assignment:
         """Names of the classes."""
         names: list[str] = self.clips.column("label").dictionary.to_pylist()
         return names
+
+    @property
+    def strata(self) -> str:
+        """Column for partitions and splits by label: the rarest unit of a transcript, else the label."""
+        return MAIN_UNIT if MAIN_UNIT in self.clips.schema.names else "label"
 
     @property
     def pools(self) -> list[str]:
@@ -109,7 +117,7 @@ class Assignment:
         Raises:
             DataError: the list lacks the column.
         """
-        key = name if name in STANDARD else f"column:{name}"
+        key = name if name in (*STANDARD, MAIN_UNIT) else f"column:{name}"
         if key not in self.clips.schema.names:
             known = [*STANDARD, *(key[7:] for key in self.clips.schema.names if key.startswith("column:"))]
             raise DataError(f"{where}: the recordings have no column {name!r}. {nearest(name, known)}")

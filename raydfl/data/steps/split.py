@@ -178,7 +178,7 @@ def hold_out(tables: Assignment, settings: SplitSettings, seed: int) -> Assignme
     }
     if not draws:
         return tables
-    role, pool, label, client = (tables.codes(name).copy() for name in ("role", "pool", "label", "client"))
+    role, pool, label, client = (tables.codes(name).copy() for name in ("role", "pool", tables.strata, "client"))
     ids = tables.ids
     bounds = np.searchsorted(client[client >= 0], np.arange(len(ids) + 1))
     # No metric can be computed on unlabelled clips.
@@ -226,7 +226,8 @@ def _choose_validation(tables: Assignment, rows: np.ndarray, settings: ClientHol
         labels = tables.texts("label", where)
         rows = rows[labels[rows] != None]  # noqa: E711 - no metric can be computed on unlabelled clips
         if settings.stratify:
-            chosen = draw_stratified(np.unique(labels[rows].astype(str), return_inverse=True)[1], fraction, rng)
+            strata = tables.texts(tables.strata, where)[rows].astype(str)
+            chosen = draw_stratified(np.unique(strata, return_inverse=True)[1], fraction, rng)
         else:
             chosen = draw_share(len(rows), fraction, rng)
     result: np.ndarray = rows[chosen]
@@ -333,7 +334,7 @@ def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np
     """Choose the server's test set: bool [clips]."""
     rng, where = generator(seed, 0, "", "split test"), "data.split.test"
     if settings.by == "clip":
-        return _draw_test_clips(tables.texts("label", where), cast(float, settings.fraction), rng)
+        return _draw_test_clips(tables.texts(tables.strata, where), cast(float, settings.fraction), rng)
     values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:

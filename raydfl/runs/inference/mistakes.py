@@ -1,7 +1,7 @@
 """Predictions of a run's own test clips, and the recordings of the worst mistakes, to listen to in the report.
 
 ``predictions.csv`` in the run's folder has a row for each test clip of the server, with the prediction of the shared model. The
-folder ``mistakes`` has the recordings with the most confident wrong predictions. Both need the list of recordings and the feature
+folder ``mistakes`` has the recordings with the worst predictions. Both need the list of recordings and the feature
 cache, so they are written on request on a machine with the data.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -21,9 +21,11 @@ import torch
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
-from raydfl.data import DataSettings, Examples, Population, list_clips
+from raydfl.core.metrics import count_edits
+from raydfl.data import DataSettings, Examples, Population, join_units, list_clips
 from raydfl.data.features import WaveFeatures
 from raydfl.runs.inference.model import RunModel, _Run
+from raydfl.runs.inference.recordings import write_transcript
 
 PREDICTIONS_FILE = "predictions.csv"
 MISTAKES_FOLDER = "mistakes"
@@ -45,7 +47,7 @@ class PredictedClip:
     label: str
     predicted: str
     probability: float
-    """Probability of the predicted class."""
+    """Probability of the predicted class. For a transcript the geometric mean over its tokens."""
     recording: str = ""
     """File in the folder ``mistakes``. Empty: not kept."""
 
@@ -101,18 +103,13 @@ def read_predictions(run_dir: Path) -> list[PredictedClip]:
 def _predict(
     model: RunModel, test: Examples, manifest: pa.Table, data: DataSettings, part: str, folder: Path
 ) -> Iterator[PredictedClip]:
-    """Yield the clips of a test set, the most confident mistakes first, then the correct predictions."""
-    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
-    numbers, first = np.unique(test.clips, return_index=True)
-    answers = np.stack(
-        [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
+    """Yield the clips of a test set, the worst mistakes first: the most confident, or the transcripts with the most edits."""
+    numbers, truth, predicted, probabilities, errors = (_transcribe if test.sequences is not None else _classify)(
+        model, test
     )
-    predicted, truth = answers.argmax(axis=1), test.labels[first]
-    order = np.lexsort((-answers.max(axis=1), predicted == truth))
+    order = np.lexsort((-probabilities, -errors))
     rows = manifest.take(numbers[order]).to_pylist()
-    wrong = (
-        min(_RECORDINGS, int(np.count_nonzero(predicted != truth))) if isinstance(data.features, WaveFeatures) else 0
-    )
+    wrong = min(_RECORDINGS, int(np.count_nonzero(errors))) if isinstance(data.features, WaveFeatures) else 0
     sounds = iter(data.source.read_waves(rows[:wrong]))
     for rank, (place, row) in enumerate(zip(order.tolist(), rows, strict=True)):
         name = f"{part}:{row['clip']}" if part else row["clip"]
@@ -128,8 +125,34 @@ def _predict(
         yield PredictedClip(
             name,
             row["group"] or "",
-            test.classes[int(truth[place])],
-            test.classes[int(predicted[place])],
-            round(float(answers[place].max()), 4),
+            truth[place],
+            predicted[place],
+            round(float(probabilities[place]), 4),
             recording,
         )
+
+
+_Answers = tuple[np.ndarray, Sequence[str], Sequence[str], np.ndarray, np.ndarray]
+"""Clips int64 [clips], their true and predicted labels, and float [clips] each: probability and errors (0 for a correct answer)."""
+
+
+def _classify(model: RunModel, test: Examples) -> _Answers:
+    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
+    numbers, first = np.unique(test.clips, return_index=True)
+    answers = np.stack(
+        [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
+    )
+    predicted, truth = answers.argmax(axis=1), test.labels[first]
+    names, answered = ([test.classes[label] for label in labels.tolist()] for labels in (truth, predicted))
+    return numbers, names, answered, answers.max(axis=1), (predicted != truth).astype(float)
+
+
+def _transcribe(model: RunModel, test: Examples) -> _Answers:
+    truth = [join_units(test.classes, row, test.joint) for row in test.targets(test.labels)]
+    predicted, probabilities = [], []
+    for batch in test.batches(_BATCH, None):
+        for outputs in model.logits(batch.x, batch.lengths).double().numpy():
+            predicted.append(write_transcript(model, outputs))
+            probabilities.append(np.exp(outputs.max(axis=1).mean()))
+    errors = [count_edits(*pair) / max(1, len(pair[0])) for pair in zip(truth, predicted, strict=True)]
+    return test.clips, truth, predicted, np.array(probabilities), np.array(errors)

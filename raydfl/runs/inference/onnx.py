@@ -108,6 +108,11 @@ def export_model(
     _check_form(input, quantize, streaming)
     form = "streaming" if streaming else input
     loaded = load_model(run_dir, model, client, trust, best)
+    if loaded.objective.answers == "text":
+        raise InputError(
+            f"raydfl export does not support transcripts, the answers of model {loaded.name!r}. Use raydfl predict, or the outputs "
+            f"of raydfl.load_model."
+        )
     path = _make_default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")

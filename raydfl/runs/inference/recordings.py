@@ -75,13 +75,16 @@ class Prediction:
     """The recording. Arrays are named ``array-0``, ``array-1`` ... in order."""
     classes: tuple[str, ...]
     probabilities: np.ndarray
-    """float64 [classes], or [1] for a score. Probabilities of a single class add up to 1. Empty after an error."""
+    """float64 [classes], or [1] for a score. Probabilities of a single class add up to 1. For a transcript: their logarithms,
+    [tokens, classes]. Empty after an error."""
     error: str = ""
     """Reason why prediction failed. Empty: it succeeded."""
     answers: str = "class"
-    """Kind of the objective's answer: "class", "set" (several classes) or "score"."""
+    """Kind of the objective's answer: "class", "set" (several classes), "score" or "text" (a transcript)."""
     labels: tuple[str, ...] = ()
     """Predicted classes of a "set". Empty for a single class: see :attr:`label`."""
+    text: str = ""
+    """Transcript of the recording. Empty for other answers."""
     model: str = ""
     """Name of the predicting model, if it varies between recordings."""
     threshold: Threshold | None = None
@@ -99,13 +102,13 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, the first among equals. Empty after an error."""
-        return self.top(1)[0][0] if not self.error else ""
+        """The most probable class, the first among equals. Empty after an error, and for a transcript."""
+        return "" if self.error or self.answers == "text" else self.top(1)[0][0]
 
     @property
     def probability(self) -> float:
-        """Probability of :attr:`label`, 0 to 1. NaN after an error."""
-        return self.top(1)[0][1] if not self.error else float("nan")
+        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript."""
+        return float("nan") if self.error or self.answers == "text" else self.top(1)[0][1]
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` most probable classes with their probabilities, most probable first."""
@@ -152,8 +155,15 @@ def predictions(model: RunModel, sources: Sequence[Source]) -> Iterator[Predicti
                 classes, objective = model.classes, model.objective
                 chosen = objective.chosen(values) if objective.answers == "set" else np.zeros(len(classes), bool)
                 labels = tuple(name for name, has in zip(classes, chosen, strict=True) if has)
+                text = write_transcript(model, values) if objective.answers == "text" else ""
                 yield Prediction(
-                    file, classes, values, answers=objective.answers, labels=labels, threshold=model.threshold
+                    file,
+                    classes,
+                    values,
+                    answers=objective.answers,
+                    labels=labels,
+                    text=text,
+                    threshold=model.threshold,
                 )
 
 
@@ -295,6 +305,13 @@ def answer(model: RunModel, logits: Tensor) -> np.ndarray:
     if not np.isfinite(values).all():
         raise RaydflError("the model's output is not finite: its training diverged")
     return values
+
+
+def write_transcript(model: RunModel, values: np.ndarray) -> str:
+    """Return the transcript of a recording from the objective's answer, float64 [tokens, classes]."""
+    transcripts = model.data.label_sequences
+    joint = "" if transcripts is None else transcripts.joint
+    return model.objective.transcript(values, model.classes[1:], joint)  # the first class is the blank
 
 
 def attempt(function: Callable[[Argument], np.ndarray], argument: Argument, file: Path) -> np.ndarray | str:

@@ -52,7 +52,8 @@ def score_tests(
 ) -> Path:
     """Score the test clips of a run with the clients' and the shared model, and write ``scores.csv``.
 
-    For classes, predict the server's test clips instead, and write ``predictions.csv`` (:mod:`raydfl.runs.inference.mistakes`).
+    For classes and transcripts, predict the server's test clips instead, and write ``predictions.csv``
+    (:mod:`raydfl.runs.inference.mistakes`).
 
     Args:
         run_dir: Run folder.
@@ -73,7 +74,7 @@ def score_tests(
     run = _Run(folder, trust, best)
     if run.config.data.sites:
         raise InputError(f"the test clips of {folder} are at its sites (data.sites). Score them there.")
-    if run.method.objective.answers == "class":
+    if run.method.objective.answers in ("class", "text"):
         return predict_tests(run, model)
     if run.method.objective.answers != "score":
         raise InputError(f"{folder} was trained for sets of classes. Omit --test.")

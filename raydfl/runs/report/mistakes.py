@@ -48,15 +48,15 @@ def show_mistakes(run: RunRecord) -> Section:
                 f"{100 * clip.probability:.0f} %",
             )
         )
-    notes = [
-        *_list_worst("Speakers", clips, lambda clip: clip.group),
-        *_list_worst("Classes", clips, lambda clip: clip.label),
-    ]
+    transcripts = run.headline == "cer"
+    notes = [*_list_worst("Speakers", clips, lambda clip: clip.group)]
+    notes += [] if transcripts else _list_worst("Classes", clips, lambda clip: clip.label)
+    order = "the largest share of edits" if transcripts else "the most confident"
     return Section(
         "Mistakes",
         headings=("listen", "spectrogram", "clip", "speaker", "truth", "prediction", "probability"),
         rows=rows,
-        hint=f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), the most confident first.",
+        hint=f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), {order} first.",
         notes=notes,
     )
 

@@ -53,7 +53,7 @@ def build_dataset(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
 ROOTED = [
     *("ambient_contexts", "cifar10", "crema_d", "dcase2020_task2", "dcase2023_task2", "emnist", "emodb", "esc"),
     *("fashion_mnist", "folder", "fsd50k", "fsdd", "iemocap", "mimii", "mimii_dg", "mimii_due", "mnist", "ravdess"),
-    *("huggingface", "lhotse", "webdataset"),
+    *("huggingface", "lhotse", "webdataset", "librispeech", "common_voice", "fsdd_strings"),
     *("activitynet", "speech_commands", "svhn", "toyadmos", "ucf101", "urbansound8k", "voxforge"),
 ]
 
@@ -128,6 +128,18 @@ FSD50K: Files = {
 FSDD: Files = {  # macOS leaves ._ files behind
     **make_recordings("recordings/3_anna_7.wav", "recordings/9_bob_0.wav", "recordings/.cache/3_anna_8.wav"),
     "recordings/._3_anna_7.wav": "x",
+}
+LIBRISPEECH: Files = {
+    **make_recordings("train-clean-100/19/198/19-198-0000.flac", "test-clean/61/70968/61-70968-0000.flac"),
+    "train-clean-100/19/198/19-198.trans.txt": "19-198-0000 NORTHANGER ABBEY\n19-198-0001 IT'S SHE\n",
+    "test-clean/61/70968/61-70968.trans.txt": "61-70968-0000 HE BEGAN\n",
+}
+COMMON_VOICE: Files = {
+    **dict.fromkeys(("clips/a.mp3", "clips/b.mp3", "clips/c.mp3"), "not opened"),
+    "train.tsv": 'client_id\tpath\tsentence\tage\nada\ta.mp3\t"Hi", he called.\t\nbo\tb.mp3\tTwo\tteens\n',
+    "dev.tsv": "client_id\tpath\tsentence\n",
+    "test.tsv": "client_id\tpath\tsentence\ncy\tc.mp3\tThree\n",
+    "validated.tsv": "client_id\tpath\tsentence\nada\ta.mp3\tHi\n",
 }
 VOTES = (
     '"","FileName","VoiceVote","VoiceLevel","FaceVote","FaceLevel","MultiModalVote","MultiModalLevel"\n'
@@ -246,6 +258,30 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
                 ("recordings/9_bob_0.wav", "9", "bob", "test", 0),
             ],
         ),
+        (
+            *("librispeech", LIBRISPEECH, {}, "clip label group split chapter subset"),
+            [
+                ("test-clean/61/70968/61-70968-0000.flac", "HE BEGAN", "61", "test", "70968", "test-clean"),
+                (
+                    "train-clean-100/19/198/19-198-0000.flac",
+                    "NORTHANGER ABBEY",
+                    "19",
+                    "train",
+                    "198",
+                    "train-clean-100",
+                ),
+                ("train-clean-100/19/198/19-198-0001.flac", "IT'S SHE", "19", "train", "198", "train-clean-100"),
+            ],
+        ),
+        (
+            *("common_voice", COMMON_VOICE, {}, "clip label group split"),
+            [
+                ("clips/a.mp3", '"Hi", he called.', "ada", "train"),
+                ("clips/b.mp3", "Two", "bo", "train"),
+                ("clips/c.mp3", "Three", "cy", "test"),
+            ],
+        ),
+        ("common_voice", COMMON_VOICE, {"lists": ("validated",)}, "label group split", [("Hi", "ada", None)]),
         ("fsdd", FSDD, {"test_takes": 0}, "take split", [(7, None), (0, None)]),
         (
             *("crema_d", CREMA, {"test_folds": (2,)}, "label group sentence level fold split"),

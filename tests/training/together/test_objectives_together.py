@@ -32,6 +32,7 @@ OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "reconstruct": [{"size": 4, "bins": 3, "hidden": 8}],
     "contrast": [{"size": 4, "frames": 5}],
     "identify": [{"size": 4, "machines": 3}],
+    "transcribe": [{}],
 }
 CASES = [
     pytest.param({"name": name, **options}, id=f"{name}-{i}")
@@ -65,9 +66,11 @@ def make_labels_for_objective(request: pytest.FixtureRequest, monkeypatch: pytes
         examples = make_examples(*a)
         if setting["name"] == "multi_label":
             return dataclasses.replace(examples, sets=sets)
+        if setting["name"] == "transcribe":
+            return dataclasses.replace(examples, sequences=np.array([[0, 1], [2, -1], [-1, -1]], np.int32))
         return dataclasses.replace(examples, columns={"group": examples.labels})
 
-    if setting is not None and setting["name"] in ("multi_label", "identify"):
+    if setting is not None and setting["name"] in ("multi_label", "identify", "transcribe"):
         monkeypatch.setattr(several_clients, "make_examples", make)
 
 
