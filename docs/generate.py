@@ -10,6 +10,7 @@ A page has a directive where the site shows the generated part:
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -216,7 +217,13 @@ def _format_text(line: str) -> str:
 
 def _describe_card(card: Card) -> Iterator[str]:
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url}
-    yield from ("```text", *(f"{name:<9}{text}" for name, text in facts.items() if text), "```", "")
+    lines = (
+        line
+        for name, text in facts.items()
+        if text
+        for line in textwrap.wrap(f"{name:<9}{text}", 100, subsequent_indent=" " * 9, break_long_words=False)
+    )
+    yield from ("```text", *lines, "```", "")
 
 
 def _describe_models(cls: type[Method]) -> str:

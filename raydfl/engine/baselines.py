@@ -33,5 +33,7 @@ def expand_baseline(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if options:
         raise ConfigError(f"method: {name} has no options. Write method={name}")
     if name == "centralised" and (get_path(values, "data.parts") or get_path(values, "data.sites")):
-        raise ConfigError("method: centralised pools the clips of all clients, but the data have parts or sites. Remove them")
+        raise ConfigError(
+            "method: centralised pools the clips of all clients, but the data have parts or sites. Remove them"
+        )
     return apply_values(dict(values), BASELINES[name])

@@ -26,7 +26,10 @@ def test_the_names_stand_for_settings(tiny: Tiny) -> None:
     ("settings", "problem"),
     [
         (["method={name: local, personal: [model]}"], "method: local has no options. Write method=local"),
-        (["method=centralised", "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10}}"], "have parts or sites"),
+        (
+            ["method=centralised", "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10}}"],
+            "have parts or sites",
+        ),
     ],
 )
 def test_unsuitable_settings_are_rejected(tiny: Tiny, settings: list[str], problem: str) -> None:

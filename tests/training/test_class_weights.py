@@ -27,7 +27,7 @@ def mlp() -> dict[str, nn.Module]:
 
 
 def make_weighted_steps(method: FedAvg, weights: str = "balanced", batch_size: int = 4) -> list[Step]:
-    steps = make_steps(method, mlp, epochs=1, initial=method.init((), [mlp()], np.random.default_rng(0)))
+    steps = make_steps(method, mlp, epochs=1)
     training = steps[0].training.model_copy(update={"class_weights": weights, "batch_size": batch_size})
     for step in steps:
         step.training = training

@@ -1,4 +1,4 @@
-"""The front end of Google's speech embedding in an exported graph: the mel spectrogram in PyTorch, the network from its ONNX file."""
+"""The front end of the speech embedding in an exported graph: mel spectrogram in PyTorch, network from its ONNX file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class TraceableEmbedding(nn.Module):
         super().__init__()
         self.samples = settings.samples
         tensors = {entry.name: entry for entry in onnx.load(find_networks()["melspectrogram"]).graph.initializer}
-        for name, key in (("real", "0.stft.conv_real.weight"), ("imaginary", "0.stft.conv_imag.weight"), ("bank", "1.melW")):
+        for name, key in (
+            ("real", "0.stft.conv_real.weight"),
+            ("imaginary", "0.stft.conv_imag.weight"),
+            ("bank", "1.melW"),
+        ):
             self.register_buffer(name, torch.from_numpy(numpy_helper.to_array(tensors[key]).copy()), persistent=False)
 
     def forward(self, samples: Tensor) -> Tensor:
