@@ -95,7 +95,11 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
             inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
-    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}
+    return {
+        heading: (cls, omitted)
+        for heading, (cls, omitted) in classes.items()
+        if _list_options(cls, omitted)
+    }
 
 
 def expand(page: str, text: str) -> str:
@@ -156,7 +160,11 @@ def format_table(
     header = ["option", "default", *(["source"] if with_source else []), "meaning"]
     rows = [header, ["---"] * len(header)]
     for option in options:
-        name = f"[`{option.name}`]({links[option.name]})" if option.name in links else f"`{option.name}`"
+        name = (
+            f"[`{option.name}`]({links[option.name]})"
+            if option.name in links
+            else f"`{option.name}`"
+        )
         source = [option.source] if with_source else []
         rows.append([name, _format_default(cls, option), *source, _escape(option.meaning)])
     return [f"| {' | '.join(cells)} |" for cells in rows]
@@ -207,7 +215,9 @@ def _find_language(line: str) -> str:
     word = line.split(maxsplit=1)[0]
     if word == "raydfl":
         return "bash"
-    return "yaml" if word.removesuffix(":") in Config.model_fields and word.endswith(":") else "text"
+    return (
+        "yaml" if word.removesuffix(":") in Config.model_fields and word.endswith(":") else "text"
+    )
 
 
 def _format_text(line: str) -> str:
@@ -221,7 +231,9 @@ def _describe_card(card: Card) -> Iterator[str]:
         line
         for name, text in facts.items()
         if text
-        for line in textwrap.wrap(f"{name:<9}{text}", 100, subsequent_indent=" " * 9, break_long_words=False)
+        for line in textwrap.wrap(
+            f"{name:<9}{text}", 100, subsequent_indent=" " * 9, break_long_words=False
+        )
     )
     yield from ("```text", *lines, "```", "")
 
@@ -251,7 +263,9 @@ FEATURES = {
     "Features from a file": FileFeatures,
     "Features by a network of your own": ModelFeatures,
 }
-PAGE_OF_SETTINGS = {"data": "data.md"} | {group: "configuration.md" for group in Config.model_fields if group != "data"}
+PAGE_OF_SETTINGS = {"data": "data.md"} | {
+    group: "configuration.md" for group in Config.model_fields if group != "data"
+}
 
 
 def _list_options(cls: type, omitted: set[str]) -> set[str]:
@@ -265,7 +279,11 @@ def _format_default(cls: type, option: Option) -> str:
     default = option.default
     if issubclass(cls, Settings):  # a JSON schema lacks the results of factories
         value = cls.model_fields[option.name].get_default(call_default_factory=True)
-        default = value.model_dump(mode="json", exclude_none=True) if isinstance(value, Settings) else plain(value)
+        default = (
+            value.model_dump(mode="json", exclude_none=True)
+            if isinstance(value, Settings)
+            else plain(value)
+        )
     return f"`{_escape(to_yaml(default, flow=True).strip())}`"
 
 
