@@ -324,6 +324,17 @@ def test_few_and_single_clips_are_counted(tiny: Tiny) -> None:
     assert not {"few clips", "single clips"} & list_kinds(many.verdict)
 
 
+def test_clients_with_a_single_class_and_known_speakers_are_reported(tiny: Tiny) -> None:
+    settings = "data.partition={by: classes, clients: 3, classes: 1}", "data.split.test={by: clip, fraction: 0.3}"
+    skewed, _ = run_tiny(tiny, "train.rounds=1", "train.cohort=1.0", "data.takes=6", settings[0])
+    texts = {finding.kind: finding.text for finding in skewed.verdict.findings}
+    assert texts["single classes"].startswith("3 of 3 clients have clips of a single class")
+    assert "known groups" not in texts
+    known, _ = run_tiny(tiny, "train.rounds=1", settings[1], "run.name=known")
+    assert "known groups" in list_kinds(known.verdict)
+    assert "single classes" not in list_kinds(known.verdict)
+
+
 def test_references_are_other_runs_of_the_same_clips(tiny: Tiny, tmp_path: Path) -> None:
     """The pooled run makes as many passes: 4 rounds of half the clients are 2 rounds of all clips."""
     settings = "run.reference={pooled: true, local: true}"

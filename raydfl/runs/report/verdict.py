@@ -27,6 +27,8 @@ above chance and above the share of the most frequent class, and the training di
   :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
+- ``single classes``: more than half of the clients have training clips of a single class, and at least two.
+- ``known groups``: clients are groups (speakers), and ``data.split.test`` is by clip, so that test clips are from these groups.
 """
 
 from __future__ import annotations
@@ -308,6 +310,9 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
     if any(base_name(metric) in ("accuracy", "map") for _, metric in keys):
         kind = get_path(run.config, "data.features.kind")
         yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind))
+        yield from _check_clients(population)
+    if any(split == "test" and base_name(metric) == "accuracy" for split, metric in keys):
+        yield from _check_groups(run)
     for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
         if not any(measured == split for measured, _ in run.scores()):
             continue
@@ -318,3 +323,32 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
                 f"{alone} of {sets} clients have a single held-out clip, so their scores are 0 or 1. Raise {setting}."
             )
             yield Problem("single clips", text, worthless=False)
+
+
+def _check_clients(population: Population) -> Iterator[Problem]:
+    """Count the clients with a single class."""
+    counts = population.label_counts("train", slice(_CLIENTS))
+    sizes = counts.sum(axis=1)
+    alone = np.count_nonzero((np.count_nonzero(counts, axis=1) == 1) & (sizes > 1))
+    clients = np.count_nonzero(sizes)
+    if np.count_nonzero(counts.sum(axis=0)) > 1 and 2 * alone > clients:
+        text = (
+            f"{alone} of {clients} clients have clips of a single class, so their updates favour this class. Lower "
+            f"train.local_epochs, raise train.cohort, or choose another method (fedlc, scaffold)."
+        )
+        yield Problem("single classes", text, worthless=False)
+
+
+def _check_groups(run: RunRecord) -> Iterator[Problem]:
+    """Report test clips of the training speakers. The groups of an official split are unknown."""
+    partition = get_path(run.config, "data.partition") or {}
+    if (
+        get_path(run.config, "data.split.test.by") == "clip"
+        and partition.get("by") == "group"
+        and not partition["column"]
+    ):
+        text = (
+            "The test clips are from the clients' own groups, so the score does not hold for new speakers or devices. Hold out "
+            "groups: data.split.test='{by: group, fraction: 0.2}'."
+        )
+        yield Problem("known groups", text, worthless=False)
