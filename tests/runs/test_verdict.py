@@ -101,6 +101,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rising", {"accuracies": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}, {"accuracies": LEARNT}),
     ("plateau", {"accuracies": LEARNT}, {"accuracies": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}),
     (
+        "rising",
+        {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.28, 0.29], "raw": 0.8},
+        {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.2, 0.25], "raw": 0.8},
+    ),
+    (
         "loss falls",
         {"accuracies": LEARNT, "held_out": list(np.linspace(1.4, 0.3, 12))},
         {"accuracies": LEARNT, "held_out": FALLING_LOSS},
@@ -263,6 +268,18 @@ def test_few_clips_lead_to_a_pretrained_encoder(tmp_path: Path) -> None:
     assert choose_command(run, False, {"few clips"}) == f"{expected} models.model=linear"
     other = dataclasses.replace(run, config={**run.config, "data": {"features": {"kind": "kaldi"}}})
     assert choose_command(other, False, {"few clips"}) == "raydfl methods pretrained"
+
+
+def test_the_encoder_of_speech_is_proposed_for_speech_only(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", FLAT)
+    run = read_run(tmp_path / "run")
+    sounds = dataclasses.replace(run, config={**run.config, "data": {"name": "esc"}})
+    assert choose_command(sounds, False, {"few clips"}) == "raydfl methods pretrained"
+    part = SimpleNamespace(class_counts=lambda: np.array([3, 3]))
+    population = SimpleNamespace(has_clips=True, parts={"": part})
+    assert [
+        text.endswith("3 each. Use a pretrained encoder.") for text in find_few_clips(population, "logmel", "esc")
+    ] == [True]
 
 
 def test_a_run_without_scores_has_a_verdict(tmp_path: Path) -> None:

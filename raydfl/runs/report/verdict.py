@@ -9,7 +9,8 @@ above chance and above the share of the most frequent class, and the training di
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
-- ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
+- ``plateau``: it did not rise, or the run did not learn and its best value is not above guessing by that rise. ``loss falls``: a
+  plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
 - ``few evaluations``: fewer than three evaluations, or no rise and fewer than :data:`LEAST`.
@@ -224,7 +225,13 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         and _gain(loss, LOSS_PROGRESS * abs(loss.trained[0]), -1.0) is not None
     )
     more = " The loss still falls." * falling
-    gain = _gain(values, rise, sign)
+    stuck = (
+        learnt is False
+        and shown.share
+        and score.guessing is not None
+        and values.trained.max() < scale * score.guessing + rise
+    )
+    gain = None if stuck else _gain(values, rise, sign)  # Scores near guessing vary by chance.
     lost = float((sign * values.trained).max() - (sign * values.trained[-3:]).max())
     name = f"The {get_title(metric)} on {CLIPS[split]}"
     if gain is not None:
@@ -244,7 +251,8 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         text = f"Too few evaluations to see a plateau: {count}. Train for more rounds, or lower evaluate.every."
         yield Problem("few evaluations", text, worthless=False)
     else:
-        text = f"{name} is at a plateau: less than {rise:.1f} points gained in {where}.{more}"
+        plateau = f"is at a plateau: less than {rise:.1f} points gained in {where}"
+        text = f"{name} {'stays near guessing' if stuck else plateau}.{more}"
         yield Problem("loss falls" if falling else "plateau", text, worthless=False)
 
 
@@ -308,8 +316,8 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
     if population is None or not population.has_clips:
         return
     if any(base_name(metric) in ("accuracy", "map") for _, metric in keys):
-        kind = get_path(run.config, "data.features.kind")
-        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind))
+        kind, name = (get_path(run.config, f"data.{key}") for key in ("features.kind", "name"))
+        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind, name))
         yield from _check_clients(population)
     if any(split == "test" and base_name(metric) == "accuracy" for split, metric in keys):
         yield from _check_groups(run)
