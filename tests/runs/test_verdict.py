@@ -116,6 +116,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.7], "training": [*np.linspace(1.4, 0.1, 12)]},
         {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.64], "training": [*np.linspace(1.4, 0.1, 12)]},
     ),
+    (
+        "overfitting",
+        {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.68], "training": [*np.linspace(1.4, 0.1, 12)]},
+        {
+            "accuracies": LEARNT,
+            "held_out": [*(loss / 10 for loss in FALLING_LOSS[:-1]), 0.12],
+            "training": [*np.linspace(1.4, 0.1, 12)],
+        },
+    ),
     ("few evaluations", {"accuracies": [0.25, 0.5]}, {"accuracies": [0.25, 0.5, 0.7]}),
     ("few evaluations", {"accuracies": [0.5] * 5}, {"accuracies": [0.5] * 6}),
     ("plateau", {"accuracies": [0.5] * 6}, {"accuracies": [0.5] * 5}),

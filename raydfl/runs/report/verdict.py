@@ -12,7 +12,8 @@ above chance and above the share of the most frequent class, and the training di
 - ``plateau``: it did not rise, or the run did not learn and its best value is not above guessing by that rise. ``loss falls``: a
   plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
-- ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
+- ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE` and :data:`LOSS_LEAST`, while
+  the training loss fell.
 - ``few evaluations``: fewer than three evaluations, or no rise and fewer than :data:`LEAST`.
 - ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
   :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing and the training loss is
@@ -67,6 +68,8 @@ LOSS_PROGRESS = 0.02
 """Smallest relevant fall of the held-out loss in the last evaluations, relative to its first value."""
 LOSS_RISE = 0.1
 """Smallest relative rise of a loss."""
+LOSS_LEAST = 0.05
+"""Smallest relevant rise of a cross-entropy, relative to that of guessing. One clip may raise a loss near 0 by 10 %."""
 GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
 RAW_GAIN = 0.02
@@ -225,6 +228,8 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         and _gain(loss, LOSS_PROGRESS * abs(loss.trained[0]), -1.0) is not None
     )
     more = " The loss still falls." * falling
+    is_accuracy = base_name(metric) == "accuracy"
+    least = LOSS_LEAST * math.log(max(2, len(run.classes_of(metric)))) if is_accuracy else 0.0
     stuck = (
         learnt is False
         and shown.share
@@ -241,7 +246,7 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         best = int(curve.rounds[curve.rounds > 0][(sign * values.trained).argmax()])
         amount = f"{lost:.1f} points" if shown.share else f"{lost:.3g}"
         yield Problem("falling", f"{name} is {amount} worse than in round {best}.", worthless=False)
-    elif loss is not None and (low := _find_overfitting(loss, run.curves.get(("train", "loss")))) is not None:
+    elif loss is not None and (low := _find_overfitting(loss, run.curves.get(("train", "loss")), least)) is not None:
         text = (
             f"Overfitting: the loss on {CLIPS[split]} rose from {loss.trained.min():.3f} in round {low} to {loss.last:.3f}, "
             f"while the training loss fell."
@@ -269,14 +274,14 @@ def _estimate_error(run: RunRecord, key: Key, score: HeadlineScore) -> float:
     return 0.0 if low is None or high is None else (high - low) / 3.92
 
 
-def _find_overfitting(loss: Curve, training: Curve | None) -> int | None:
-    """Return the round of the smallest held-out loss if the loss rose since and the training loss fell."""
+def _find_overfitting(loss: Curve, training: Curve | None, least: float) -> int | None:
+    """Return the round of the smallest held-out loss if the loss rose since, by at least ``least``, and the training loss fell."""
     rounds, values = loss.rounds[loss.rounds > 0], loss.trained
     if training is None or not np.isfinite(values).all():
         return None
     low = int(rounds[values.argmin()])
     before = training.values[training.rounds <= low]
-    rose = values[-1] > (1 + LOSS_RISE) * values.min()
+    rose = values[-1] > max((1 + LOSS_RISE) * values.min(), values.min() + least)
     return low if rose and len(before) and training.last < before[-1] else None
 
 
