@@ -279,6 +279,17 @@ def test_few_clips_lead_to_a_pretrained_encoder(tmp_path: Path) -> None:
     assert choose_command(other, False, {"few clips"}) == "raydfl methods pretrained"
 
 
+def test_clients_with_a_single_class_need_gentle_training(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", FLAT)
+    run = read_run(tmp_path / "run")
+    kinds = {"single classes", "rising"}
+    command = choose_command(run, False, kinds)
+    assert command == f"raydfl run {tmp_path}/run/config.yaml run.name=run-gentle train.cohort=1.0 train.local_epochs=1"
+    train = {**run.config["train"], "cohort": 1.0, "local_epochs": 1}
+    gentle = dataclasses.replace(run, config={**run.config, "train": train})
+    assert choose_command(gentle, False, kinds).startswith("raydfl resume ")
+
+
 def test_the_encoder_of_speech_is_proposed_for_speech_only(tmp_path: Path) -> None:
     write_run(tmp_path / "run", FLAT)
     run = read_run(tmp_path / "run")
@@ -356,6 +367,7 @@ def test_clients_with_a_single_class_and_known_speakers_are_reported(tiny: Tiny)
     texts = {finding.kind: finding.text for finding in skewed.verdict.findings}
     assert texts["single classes"].startswith("3 of 3 clients have clips of a single class")
     assert "known groups" not in texts
+    assert not {"rate too high", "rate too low"} & texts.keys()
     known, _ = run_tiny(tiny, "train.rounds=1", settings[1], "run.name=known")
     assert "known groups" in list_kinds(known.verdict)
     assert "single classes" not in list_kinds(known.verdict)

@@ -52,6 +52,9 @@ def choose_command(run: RunRecord, learnt: bool | None, kinds: Set[str], name: s
 
 def _choose_cure(run: RunRecord, kinds: Set[str], folder: str, name: str) -> str:
     """Choose the command after a run that did not learn."""
+    gentle = {"train.cohort": 1.0, "train.local_epochs": 1}
+    if "single classes" in kinds and any(get_path(run.config, path) != value for path, value in gentle.items()):
+        return _rerun(run, folder, "gentle", *(f"{path}={value}" for path, value in gentle.items()))
     if kinds & {"diverged", "rate too high"}:
         return _rerun(run, folder, "rate", *_scale_rates(run.config, 0.1))
     if "rate too low" in kinds:

@@ -29,7 +29,8 @@ above chance and above the share of the most frequent class, and the training di
   :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
-- ``single classes``: more than half of the clients have training clips of a single class, and at least two.
+- ``single classes``: more than half of the clients have training clips of a single class, and at least two. It replaces the
+  rules for the learning rate.
 - ``known groups``: clients are groups (speakers), and ``data.split.test`` is by clip, so that test clips are from these groups.
 """
 
@@ -100,12 +101,15 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
     known = [score.learnt for score in scores if score.learnt is not None]
     learnt = False if worthless else all(known) if known else None
     findings = [finding for score in scores for finding in _check_score(run, score)]
+    clips = [*_check_clips(run, keys, population)]
+    # Losses of cohorts with other classes do not judge the learning rate.
+    unclear = any(_doubts_labels(score) for score in scores) or any(clip.kind == "single classes" for clip in clips)
     if keys and not worthless:
-        rate = [] if any(_doubts_labels(score) for score in scores) else _check_rate(run, keys[0], learnt)
+        rate = [] if unclear else _check_rate(run, keys[0], learnt)
         findings = [*_judge_trend(run, keys[0], scores[0], learnt), *rate, *findings]
     if scores:
         findings += _compare_references(run, scores[0])
-    findings += _check_clips(run, keys, population)
+    findings += clips
     command = choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
     return Verdict(learnt, scores, tuple(findings), command)
 
