@@ -10,6 +10,7 @@ A page has a directive where the site shows the generated part:
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -94,7 +95,11 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
             inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
-    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}
+    return {
+        heading: (cls, omitted)
+        for heading, (cls, omitted) in classes.items()
+        if _list_options(cls, omitted)
+    }
 
 
 def expand(page: str, text: str) -> str:
@@ -155,7 +160,11 @@ def format_table(
     header = ["option", "default", *(["source"] if with_source else []), "meaning"]
     rows = [header, ["---"] * len(header)]
     for option in options:
-        name = f"[`{option.name}`]({links[option.name]})" if option.name in links else f"`{option.name}`"
+        name = (
+            f"[`{option.name}`]({links[option.name]})"
+            if option.name in links
+            else f"`{option.name}`"
+        )
         source = [option.source] if with_source else []
         rows.append([name, _format_default(cls, option), *source, _escape(option.meaning)])
     return [f"| {' | '.join(cells)} |" for cells in rows]
@@ -206,7 +215,9 @@ def _find_language(line: str) -> str:
     word = line.split(maxsplit=1)[0]
     if word == "raydfl":
         return "bash"
-    return "yaml" if word.removesuffix(":") in Config.model_fields and word.endswith(":") else "text"
+    return (
+        "yaml" if word.removesuffix(":") in Config.model_fields and word.endswith(":") else "text"
+    )
 
 
 def _format_text(line: str) -> str:
@@ -216,7 +227,15 @@ def _format_text(line: str) -> str:
 
 def _describe_card(card: Card) -> Iterator[str]:
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url}
-    yield from ("```text", *(f"{name:<9}{text}" for name, text in facts.items() if text), "```", "")
+    lines = (
+        line
+        for name, text in facts.items()
+        if text
+        for line in textwrap.wrap(
+            f"{name:<9}{text}", 100, subsequent_indent=" " * 9, break_long_words=False
+        )
+    )
+    yield from ("```text", *lines, "```", "")
 
 
 def _describe_models(cls: type[Method]) -> str:
@@ -244,7 +263,9 @@ FEATURES = {
     "Features from a file": FileFeatures,
     "Features by a network of your own": ModelFeatures,
 }
-PAGE_OF_SETTINGS = {"data": "data.md"} | {group: "configuration.md" for group in Config.model_fields if group != "data"}
+PAGE_OF_SETTINGS = {"data": "data.md"} | {
+    group: "configuration.md" for group in Config.model_fields if group != "data"
+}
 
 
 def _list_options(cls: type, omitted: set[str]) -> set[str]:
@@ -258,7 +279,11 @@ def _format_default(cls: type, option: Option) -> str:
     default = option.default
     if issubclass(cls, Settings):  # a JSON schema lacks the results of factories
         value = cls.model_fields[option.name].get_default(call_default_factory=True)
-        default = value.model_dump(mode="json", exclude_none=True) if isinstance(value, Settings) else plain(value)
+        default = (
+            value.model_dump(mode="json", exclude_none=True)
+            if isinstance(value, Settings)
+            else plain(value)
+        )
     return f"`{_escape(to_yaml(default, flow=True).strip())}`"
 
 

@@ -18,7 +18,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Replace links to files of the repository by their names, and add the generated parts."""
     markdown = expand(page.file.src_uri, markdown)
     if page.file.src_uri == "reference.md":
-        markdown += _format_docstrings(Path(config.config_file_path).parent / "raydfl" / "__init__.pyi")
+        markdown += _format_docstrings(
+            Path(config.config_file_path).parent / "raydfl" / "__init__.pyi"
+        )
     return _OUTSIDE.sub(_format_link, markdown)
 
 

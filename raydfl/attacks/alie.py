@@ -3,7 +3,8 @@
 M. Baruch, G. Baruch, Y. Goldberg, A Little Is Enough: Circumventing Defenses For Distributed Learning, NeurIPS 2019, algorithm 3:
 with n clients and m attackers, s = floor(n / 2 + 1) - m honest supporters give the attackers a majority, and
 
-    z = largest value with Phi(z) < (n - m - s) / (n - m);     sent = mean - z * standard deviation of each parameter
+    z = largest value with Phi(z) < (n - m - s) / (n - m)
+    sent = mean - z * standard deviation of each parameter
 
 Deviations: the option ``knowledge`` selects the clients of the mean and the standard deviation (the paper: ``own``). If
 attackers have the majority, s is 1. z is at least 0.

@@ -21,6 +21,8 @@ _ID = re.compile(rf"(?:(?:{_WORDS}|machine|id|[a-z])[ _-]?\d+|\d\d+)", re.IGNORE
 """Names of folders of owners, such as ``speaker_1``, ``s01`` and ``017``."""
 _INNER = "^(?P<group>[^/]+)/"
 """Value of ``data.group_pattern`` for owners in folders inside the classes."""
+_PREFIX = "^(?P<group>[^/_-]+)[_-][^/]*$"
+"""Value of ``data.group_pattern`` for owners at the beginning of the files' names."""
 _DENSE = 0.5
 """Smallest fraction of the possible pairs of folders, if one level has the owners and the other the classes."""
 _NAMED = 3
@@ -64,7 +66,7 @@ def _propose_level(manifest: pa.Table) -> tuple[dict[str, Any], str]:
     depth = 0 if manifest.column("split").null_count else 1
     paths = [clip.split("/")[depth:] for clip in manifest.column("clip").to_pylist()]
     if min(map(len, paths)) < 3:
-        return {}, ""
+        return _propose_prefix(paths) if max(map(len, paths)) == 2 else ({}, "")
     pairs = {(first, second) for first, second, *_ in paths}
     levels = [sorted({pair[level] for pair in pairs}) for level in (0, 1)]
     first, second = levels
@@ -88,6 +90,25 @@ def _propose_level(manifest: pa.Table) -> tuple[dict[str, Any], str]:
             0
         ], f"{outer[1]}. If {_list_names(second)} are the owners, set data.group_pattern='{_INNER}' instead"
     return inner[0], f"{inner[1]}. If {_list_names(first)} are the owners, set data.owner_folders=true instead"
+
+
+def _propose_prefix(paths: list[list[str]]) -> tuple[dict[str, Any], str]:
+    """Propose the first word of the files' names, if its values are in most classes, with two files on average.
+
+    Names such as ``s01`` and ``017`` are owners. Otherwise only the reason names the setting.
+    """
+    found = [re.match(_PREFIX, file) for _, file in paths]
+    pairs = {(label, match["group"]) for (label, _), match in zip(paths, found, strict=True) if match is not None}
+    labels, words = ({pair[place] for pair in pairs} for place in (0, 1))
+    dense = len(pairs) >= _DENSE * len(labels) * len(words)
+    if None in found or len(labels) < 2 or len(words) < LEAST_GROUPS or 2 * len(pairs) > len(paths) or not dense:
+        return {}, ""
+    names = _list_names(sorted(words))
+    if all(_ID.fullmatch(word) for word in words):
+        return {"data.group_pattern": _PREFIX}, (
+            f"the first words of the file names ({names}) are owners. If they are not, remove data.group_pattern"
+        )
+    return {}, f"if the first words of the file names ({names}) are owners, set data.group_pattern='{_PREFIX}'"
 
 
 def _are_conditions(names: list[str]) -> bool:

@@ -131,8 +131,8 @@ def find_proposal(config: Config) -> Proposal | None:
     manifest, classes = list_clips(config.data, config.run.seed)
     for choose in (propose_owners, propose_ungrouped):
         chosen, why = choose(config.data, manifest)
+        settings, reasons = settings | chosen, [*reasons, *filter(None, [why])]
         if chosen:
-            settings, reasons = settings | chosen, [*reasons, why]
             manifest, classes = list_clips(configure(settings).data, config.run.seed)
     conditions = _conditions(config, manifest)
     objective: dict[str, Any] = {}

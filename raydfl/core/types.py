@@ -191,7 +191,7 @@ class Batch:
     present: Mapping[str, Tensor] = field(default_factory=dict)
     """bool [batch] by view of ``data.views``: whether an example has the view."""
     weight: Tensor | None = None
-    """float32 [batch]: 0 for padding examples. ``None``: all weights are 1."""
+    """float32 [batch]: 0 for padding examples, else 1 or the class weight (``train.class_weights``). ``None``: all are 1."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] by name: codes of further manifest columns, and of the pool (``pool``)."""
 

@@ -5,6 +5,7 @@ of users, and storage/ the files of a run.
 """
 
 from raydfl.engine.autotune import measure_once
+from raydfl.engine.baselines import LOCAL, POOLED
 from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
@@ -30,6 +31,8 @@ from raydfl.engine.worker import KEPT_MODEL, Worker
 
 __all__ = [
     "KEPT_MODEL",
+    "LOCAL",
+    "POOLED",
     "SERVER",
     "TIMELINE",
     "WALL",

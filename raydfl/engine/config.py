@@ -24,6 +24,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import Components, ModelChoice, assemble, format_value, split_view
+from raydfl.engine.baselines import expand_baseline
 from raydfl.engine.block_size import check_block
 from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
 from raydfl.engine.fleet_support import check_fleet
@@ -357,7 +358,7 @@ def make_config(values: Any, where: str = "configuration") -> Config:
             f"{', '.join(Config.model_fields)}; method and data are required"
         )
     try:
-        resolved = resolve_paths(values)
+        resolved = resolve_paths(expand_baseline(values))
         return Config.model_validate(resolved)
     except ValidationError as error:
         raise ConfigError(explain(error, "", resolved, Config)) from error

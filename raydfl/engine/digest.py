@@ -41,6 +41,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "partition", "variance"): 0.0,
     ("data", "partition", "file"): None,
     ("train", "block"): "auto",
+    ("train", "class_weights"): "none",
     ("train", "clients"): None,
     ("train", "fleet", "hours"): None,
     ("train", "fleet"): None,

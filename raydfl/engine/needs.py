@@ -63,6 +63,9 @@ def check_needs(
         needs |= {f"train.fleet.seconds.{key}": Needs(columns=(name,)) for key, name in fleet.seconds.columns.items()}
         if fleet.hours is not None:
             needs["train.fleet.hours"] = Needs(columns=(fleet.hours.column,))
+    if phases[0].class_weights == "balanced":
+        needs["train.class_weights=balanced"] = Needs(objectives=("classify",), labels="one")
+        _check_weighted_pools(data, pools)
     for owner, declared in needs.items():
         conflicts = (
             *_find_method_conflicts(declared, method, names),
@@ -77,6 +80,15 @@ def check_needs(
         for place, need, reason, remedy in conflicts:
             end = "" if remedy.endswith(("?", ".")) else "."
             raise ConfigError(f"{place}: {owner} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}{end}")
+
+
+def _check_weighted_pools(data: DataSettings, pools: Mapping[str, Sequence[str]]) -> None:
+    """Reject class weights with several pools, because labels of unlabelled clips are hidden from training."""
+    if any(own.unlabelled is not None or own.pools or len(pools.get(part, ())) > 1 for part, own in data.each.items()):
+        raise ConfigError(
+            "train.class_weights: balanced counts the labels of a client's clips, but data.pools and data.unlabelled have clips "
+            "without labels. Set it to none."
+        )
 
 
 def _read_needs(owner: str, declarer: Method | Objective | Attack) -> Needs:

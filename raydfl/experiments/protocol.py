@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.runs import LOCAL, POOLED
+from raydfl.engine import LOCAL, POOLED
 
 SEEDS = 5
 """Minimum number of repeats of a confirmatory study."""

@@ -9,8 +9,6 @@ from raydfl.runs.folder import lock_run_dir as lock_run_dir
 from raydfl.runs.progress import Advance as Advance
 from raydfl.runs.progress import Progress as Progress
 from raydfl.runs.progress import default_progress as default_progress
-from raydfl.runs.reference import LOCAL as LOCAL
-from raydfl.runs.reference import POOLED as POOLED
 from raydfl.runs.result import Result as Result
 from raydfl.runs.result import load_result as load_result
 from raydfl.runs.stopping import StopSignals as StopSignals

@@ -191,8 +191,8 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     remarks = _collect_remarks(config, population)
     if config.train.clients is not None:
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
-    answers, kind = config.components.method.objective.answers, config.data.features.kind
-    few = find_few_clips(population, kind) if answers in ("class", "set") else ()
+    answers, data = config.components.method.objective.answers, config.data
+    few = find_few_clips(population, data.features.kind, data.name) if answers in ("class", "set") else ()
     for message in (*population.messages, *remarks, *few):  # The verdict repeats the remarks on few clips.
         progress.message(message)
     privacy = None

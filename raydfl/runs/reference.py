@@ -11,12 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raydfl.engine import Config, apply_values, make_config
+from raydfl.engine import LOCAL, POOLED, Config, apply_values, make_config
 
-POOLED: Mapping[str, Any] = {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0}
-"""Settings of a run on pooled data."""
-LOCAL: Mapping[str, Any] = {"method": {"name": "fedper", "personal": ["model"]}}
-"""Settings of a run without averaging: each client keeps its model."""
 _NEUTRAL: Mapping[str, Any] = {
     "method": {"name": "fedavg"},
     "attack": None,

@@ -27,6 +27,10 @@ FEW = 50
 """Smallest sufficient number of training clips per class."""
 
 
+NOT_SPEECH = frozenset(("esc", "urbansound8k", "fsd50k", "ambient_contexts"))
+"""Data sets of labelled sounds that an encoder of speech does not know."""
+
+
 def find_part(metric: str) -> str:
     """Return the part of the data in a metric's name. Empty for a single data set."""
     return model_name(metric).rpartition(":")[0]
@@ -37,22 +41,21 @@ def get_title(metric: str) -> str:
     return SCORES[base_name(metric)].title
 
 
-def find_few_clips(population: Population, features: str | None) -> Iterator[str]:
+def find_few_clips(population: Population, features: str | None, dataset: str | None = None) -> Iterator[str]:
     """Yield a remark for each part of the data with few training clips per class.
 
     Args:
         population: the clients with their clips.
         features: kind of the features. From a pretrained encoder, the remark proposes no encoder.
+        dataset: name of the data set. Only speech gets the encoder of speech.
     """
     for part, data in population.parts.items() if population.has_clips else ():
         counts = data.class_counts()
         present, clips = int(np.count_nonzero(counts)), int(counts.sum())
         if present > 1 and clips < FEW * present:
-            remedy = (
-                "Add clips."
-                if features == "speech_embedding"
-                else "Use a pretrained encoder (for speech: data.features='{kind: speech_embedding}' models.model=linear)."
-            )
+            speech = " (for speech: data.features='{kind: speech_embedding}' models.model=linear)"
+            encoder = f"Use a pretrained encoder{speech * (dataset not in NOT_SPEECH)}."
+            remedy = "Add clips." if features == "speech_embedding" else encoder
             text = f"{clips} training clips of {present} classes are few: {clips / present:.0f} each. {remedy}"
             yield qualify(part, ": ", text)
 

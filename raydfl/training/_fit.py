@@ -24,7 +24,7 @@ from raydfl.training.call import FitCall
 from raydfl.training.moments import restore_moments, save_moments
 from raydfl.training.optimiser import Optimiser, make_torch_optimiser
 from raydfl.training.ownership import set_training_mode
-from raydfl.training.plan import Plan, draw_order
+from raydfl.training.plan import Plan, draw_order, find_weights
 from raydfl.training.precision import GradientScale, autocast
 from raydfl.training.private import fit_private
 from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
@@ -158,13 +158,13 @@ def _batches(step: Step, data: Examples, plan: Plan | None, epochs: int, seed: i
             yield from data.batches(step.training.batch_size, step.rng, step.device)
             continue
         order = draw_order(step, data, plan)
+        weights = find_weights(step, data)
         if step.device.type == "cpu":
-            if data.changed:
-                yield from _transform_batches(data, order, done, seed)
-            else:
-                yield from (data.batch(index) for index in order)
+            made = _transform_batches(data, order, done, seed) if data.changed else map(data.batch, order)
+            for batch, index in zip(made, order, strict=True):
+                yield batch if weights is None else dataclasses.replace(batch, weight=torch.from_numpy(weights[index]))
         elif order:
-            batches = StackedBatches([data], [order], step.device, [seed], done)
+            batches = StackedBatches([data], [order], step.device, [seed], done, None if weights is None else [weights])
             for number in range(len(batches)):
                 yield select_first(batches.batch(number))
         done += len(order)

@@ -115,3 +115,22 @@ def _draw_rows(pool: np.ndarray, rows: int, rng: np.random.Generator, restart: b
 def draw_order(step: Step, examples: Examples, plan: Plan | None) -> list[np.ndarray]:
     """Draw the positions of each batch of a client's epoch from its step's generator."""
     return examples.order(step.training.batch_size, step.rng) if plan is None else plan.order(examples, step.rng)
+
+
+def find_weights(step: Step, examples: Examples) -> np.ndarray | None:
+    """Return the weight of each of a client's examples, float32 [examples]. ``None``: ``train.class_weights`` is none."""
+    return balance_classes(np.asarray(examples.labels)) if step.training.class_weights == "balanced" else None
+
+
+def balance_classes(labels: np.ndarray) -> np.ndarray:
+    """Compute weights of examples with the mean 1 and equal sums for all classes that occur.
+
+    Args:
+        labels: Labels of a client's training examples, int64 [examples].
+
+    Returns:
+        float32 [examples].
+    """
+    counts = np.bincount(labels)
+    weights: np.ndarray = len(labels) / (np.count_nonzero(counts) * counts[labels])
+    return weights.astype(np.float32)

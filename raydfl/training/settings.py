@@ -220,6 +220,11 @@ class TrainSettings(Settings):
     batch_size: int = Field(
         16, ge=1, description="Examples in a training batch. The last batch of an epoch may be smaller."
     )
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="Weights of training examples in the loss. balanced: each class of a client's clips counts equally, for labels "
+        "of one class. none: each example counts equally.",
+    )
     together: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="Clients trained in one batched computation. 1: unbatched. auto: 1 on the CPU; on a GPU the fastest "

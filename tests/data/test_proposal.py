@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raydfl.cli.owners import propose_owners
 from raydfl.cli.proposal import find_proposal, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
@@ -157,6 +158,29 @@ def test_a_level_of_folders_has_the_owners(tmp_path: Path, case: str, split: str
 def test_folders_below_few_classes_are_no_owners(tmp_path: Path, files: list[str]) -> None:
     proposal = find_proposal(configure(tmp_path, files))
     assert proposal is None or not {"data.owner_folders", "data.group_pattern"} & proposal.settings.keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "owners", "hint"),
+    [
+        ([f"{speaker:02}-{take}" for speaker in range(5) for take in range(3)], 5, "are owners. If they are not"),
+        ([f"{name}_{take}" for name in ("anna", "bob", "carl") for take in range(3)], 0, "set data.group_pattern="),
+        ([f"clip-{take}" for take in range(9)], 0, ""),
+        ([f"{take:02}-anna" for take in range(9)], 0, ""),
+    ],
+)
+def test_names_of_files_that_begin_with_owners(tmp_path: Path, names: list[str], owners: int, hint: str) -> None:
+    """A word of only one file in each class is no owner."""
+    config = configure(tmp_path, [f"{label}/{name}.wav" for label in ("yes", "no") for name in names])
+    settings, reason = propose_owners(config.data, list_clips(config.data, 1)[0])
+    assert ("data.group_pattern" in settings) == bool(owners)
+    assert hint in reason
+    assert bool(reason) == bool(hint)
+    proposal = find_proposal(config)
+    assert proposal is not None
+    assert (reason in proposal.reasons) == bool(hint)
+    manifest, _ = list_clips(apply_proposal(config)[1].data, 1)
+    assert len(manifest.column("group").drop_null().unique()) == owners
 
 
 def test_clips_without_a_speaker_are_dealt_to_speakers(tmp_path: Path) -> None:

@@ -353,6 +353,27 @@ _IMPORT = re.compile(r"^\s*(?:from (raydfl[\w.]*) import|import (raydfl[\w.]*))"
 _DOTTED = re.compile(r"\braydfl\.(\w+)\b(?!/)")
 
 
+_COLUMNS = 100
+"""Characters in a line of a code block on the site (docs/site.css)."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_width_of_the_site(page: Path) -> None:
+    long = {
+        block.name: line for block in parse_blocks(page) for line in block.text.splitlines() if len(line) > _COLUMNS
+    }
+    assert not long, "continue a command on the next line with a backslash"
+
+
+def test_the_site_has_space_for_the_width_of_code() -> None:
+    """Widths of Material for MkDocs in pixels, on a screen of 1280: margins, two columns, and the padding of a block."""
+    style = (ROOT / "docs" / "site.css").read_text()
+    grid, font = (float(re.findall(rf"{name}: ([\d.]+)", style)[0]) for name in ("max-width", "font-size"))
+    width = min(1280, 20 * grid) - 2 * 24 - 2 * 242
+    character = 0.6 * 16 * font
+    assert _COLUMNS * character + 2 * 1.18 * 16 * font <= width
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_import_only_public_modules(page: Path) -> None:
     """Users import from ``raydfl`` and ``raydfl.ops`` only. All further modules are private and may move."""

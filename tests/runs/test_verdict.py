@@ -101,6 +101,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rising", {"accuracies": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}, {"accuracies": LEARNT}),
     ("plateau", {"accuracies": LEARNT}, {"accuracies": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}),
     (
+        "rising",
+        {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.28, 0.29], "raw": 0.8},
+        {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.2, 0.25], "raw": 0.8},
+    ),
+    (
         "loss falls",
         {"accuracies": LEARNT, "held_out": list(np.linspace(1.4, 0.3, 12))},
         {"accuracies": LEARNT, "held_out": FALLING_LOSS},
@@ -110,6 +115,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "overfitting",
         {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.7], "training": [*np.linspace(1.4, 0.1, 12)]},
         {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.64], "training": [*np.linspace(1.4, 0.1, 12)]},
+    ),
+    (
+        "overfitting",
+        {"accuracies": LEARNT, "held_out": [*FALLING_LOSS[:-1], 0.68], "training": [*np.linspace(1.4, 0.1, 12)]},
+        {
+            "accuracies": LEARNT,
+            "held_out": [*(loss / 10 for loss in FALLING_LOSS[:-1]), 0.12],
+            "training": [*np.linspace(1.4, 0.1, 12)],
+        },
     ),
     ("few evaluations", {"accuracies": [0.25, 0.5]}, {"accuracies": [0.25, 0.5, 0.7]}),
     ("few evaluations", {"accuracies": [0.5] * 5}, {"accuracies": [0.5] * 6}),
@@ -265,6 +279,29 @@ def test_few_clips_lead_to_a_pretrained_encoder(tmp_path: Path) -> None:
     assert choose_command(other, False, {"few clips"}) == "raydfl methods pretrained"
 
 
+def test_clients_with_a_single_class_need_gentle_training(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", FLAT)
+    run = read_run(tmp_path / "run")
+    kinds = {"single classes", "rising"}
+    command = choose_command(run, False, kinds)
+    assert command == f"raydfl run {tmp_path}/run/config.yaml run.name=run-gentle train.cohort=1.0 train.local_epochs=1"
+    train = {**run.config["train"], "cohort": 1.0, "local_epochs": 1}
+    gentle = dataclasses.replace(run, config={**run.config, "train": train})
+    assert choose_command(gentle, False, kinds).startswith("raydfl resume ")
+
+
+def test_the_encoder_of_speech_is_proposed_for_speech_only(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", FLAT)
+    run = read_run(tmp_path / "run")
+    sounds = dataclasses.replace(run, config={**run.config, "data": {"name": "esc"}})
+    assert choose_command(sounds, False, {"few clips"}) == "raydfl methods pretrained"
+    part = SimpleNamespace(class_counts=lambda: np.array([3, 3]))
+    population = SimpleNamespace(has_clips=True, parts={"": part})
+    assert [
+        text.endswith("3 each. Use a pretrained encoder.") for text in find_few_clips(population, "logmel", "esc")
+    ] == [True]
+
+
 def test_a_run_without_scores_has_a_verdict(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=2), done=0)
     verdict = judge(read_run(tmp_path / "run"))
@@ -322,6 +359,18 @@ def test_few_and_single_clips_are_counted(tiny: Tiny) -> None:
     assert "clients have a single held-out clip" in findings["single clips"]
     many, _ = run_tiny(tiny, "train.rounds=1", "data.takes=12", "data.split.validation=0.2", "run.name=many")
     assert not {"few clips", "single clips"} & list_kinds(many.verdict)
+
+
+def test_clients_with_a_single_class_and_known_speakers_are_reported(tiny: Tiny) -> None:
+    settings = "data.partition={by: classes, clients: 3, classes: 1}", "data.split.test={by: clip, fraction: 0.3}"
+    skewed, _ = run_tiny(tiny, "train.rounds=1", "train.cohort=1.0", "data.takes=6", settings[0])
+    texts = {finding.kind: finding.text for finding in skewed.verdict.findings}
+    assert texts["single classes"].startswith("3 of 3 clients have clips of a single class")
+    assert "known groups" not in texts
+    assert not {"rate too high", "rate too low"} & texts.keys()
+    known, _ = run_tiny(tiny, "train.rounds=1", settings[1], "run.name=known")
+    assert "known groups" in list_kinds(known.verdict)
+    assert "single classes" not in list_kinds(known.verdict)
 
 
 def test_references_are_other_runs_of_the_same_clips(tiny: Tiny, tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ class FeatureStore:
             starts: First rows in ``frames``, int [ranges].
             counts: Numbers of rows, int [ranges].
         """
+        if not hasattr(os, "posix_fadvise"):  # macOS has no such call.
+            return
         row = self.frames.strides[0]
         with (self.folder / "frames.npy").open("rb") as file:
             begin = os.fstat(file.fileno()).st_size - self.frames.nbytes

@@ -18,7 +18,7 @@ rhythm. With either of them in ``anomalies``, all machines work in strokes. Four
 0.6 s. Each has its own level of the tones and of the flow noise, the same in all clips of a machine.
 
     disorder    energy is replaced: the strokes of a clip in random order, with unchanged durations
-    hunting     energy is modulated at another rate: cycles are in turn longer and shorter, by factors of 1.5
+    hunting     modulated at another rate: cycles are longer and shorter in turn, by a factor 1.5
 
 Both keep the frames of a clip and change their order, apart from frames that overlap two strokes. ``strength_db`` is the power of
 the changed strokes over the machine's power: 0 changes the whole clip, lower values a part, at least five successive strokes.

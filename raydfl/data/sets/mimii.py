@@ -4,7 +4,8 @@ Folders such as ``-6_dB_fan`` distinguish the signal-to-noise ratios, for which 
 noise. The archives contain the folder ``{machine}``. The set has no split: hold out anomalous clips by condition, and with
 several ratios hold out by ``recording``.
 
-    raydfl data info jobs/tiny.yaml data='{name: mimii, root: PATH/TO/mimii, features: {channel: 3}, split: {test: null}}'
+    raydfl data info jobs/tiny.yaml data='{name: mimii, root: PATH/TO/mimii,
+      features: {channel: 3}, split: {test: null}}'
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The two views have one event in common, so they are correlated given the class. Views of different events, as in
 ``spoken_and_written``, are independent given the class. The response of the room is simulated:
 
-    h(0) = 1,    h(t) = g n(t) 10^(-3 t / T60) for 0 < t <= T60,    g such that sum of h(t)^2 over t > 0 is 10^(-DRR / 10)
+    h(0) = 1,    h(t) = g n(t) 10^(-3 t / T60) for 0 < t <= T60,
+    g such that sum of h(t)^2 over t > 0 is 10^(-DRR / 10)
 
 n is white Gaussian noise, T60 the reverberation time (decay by 60 dB), and DRR the direct-to-reverberant ratio in dB. Each clip has
 its own n. Polack's model of late reverberation (1988); early reflections and the room's colour are neglected. White noise of the

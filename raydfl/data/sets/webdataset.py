@@ -5,9 +5,10 @@ The sample of a file is its path up to the first dot of the file's name, and the
 Recordings stay in the archive: a clip's path is an address in it (docs/data.md#recordings-in-larger-files). The library itself
 reads archives as streams, without the addresses of files. Fields:
 
-    wav, flac, mp3, opus, ogg ...   the recording; a sample with several (left.wav, right.wav) needs audio_field
+    wav, flac, mp3, opus, ogg ...   the recording; a sample with several needs audio_field
     cls                             the class, as text or as a number; names maps numbers to names
-    json                            an object; text, numbers, booleans and lists of these (joined by |) are columns
+    json                            an object; text, numbers, booleans and lists of these (joined by |)
+                                    are columns
     txt, further text               a column with the field's name
     further recordings, images      a column with the field's name, for data.views
 

@@ -244,7 +244,7 @@ class PrivateStore:
     def read_ahead(self, ref: PrivateRef) -> None:
         """Ask the kernel to prefetch one record, without waiting. Only :meth:`read` reports a missing record."""
         path = self._path(ref.segment)
-        if path is not None:
+        if path is not None and hasattr(os, "posix_fadvise"):  # macOS has no such call.
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), ref.offset, ref.length, os.POSIX_FADV_WILLNEED)
 

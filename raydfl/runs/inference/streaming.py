@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core.errors import InputError
-from raydfl.data.features import FeatureSettings
+from raydfl.data.features import FeatureSettings, SpeechEmbeddingFeatures
 from raydfl.models import CRNN
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.network import compare, replace_modules, trace
@@ -188,6 +188,11 @@ def _check_network(model: RunModel) -> CRNN:
         raise InputError(
             f"{subject} reads segments or crops of a recording. Train without data.segment and random_crop, or export with "
             f"--input wave."
+        )
+    if isinstance(features, SpeechEmbeddingFeatures):
+        raise InputError(
+            f"{subject} reads a pretrained encoder (data.features.kind: speech_embedding), which needs the whole recording. Train "
+            f"on the kind logmel, or export with --input wave."
         )
     late = pipeline.late is not None and pipeline.late.z_score
     if features.normalise == "clip" or late:

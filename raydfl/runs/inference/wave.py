@@ -7,6 +7,7 @@ recordings are equally long. Before writing, the export compares the graph with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.errors import DataError, InputError
-from raydfl.data.features import BY_TRAINING_CLIPS, EPSILON, FeatureSettings, KaldiFeatures
-from raydfl.data.features.front_ends import FRONT_ENDS, Spectral, larger, smaller, take
+from raydfl.data.features import BY_TRAINING_CLIPS, EPSILON, FeatureSettings, KaldiFeatures, SpeechEmbeddingFeatures
+from raydfl.data.features.front_ends import FRONT_ENDS, larger, smaller, take
 from raydfl.objectives import Classify, Objective
+from raydfl.runs.inference import embedding
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import Graph, compare, trace
+from raydfl.runs.inference.network import OPSET, Graph, compare, trace
 from raydfl.runs.inference.recordings import LEAST_FRAMES, FrontEnd
 
 _SECONDS = (0.004, 0.31, 1.0, 2.37)
@@ -29,7 +31,7 @@ Network = Callable[[Tensor, Tensor | None], Tensor]
 """Function from ``x`` and ``lengths`` to the outputs to average over segments."""
 
 
-def read_settings(model: RunModel) -> FeatureSettings | KaldiFeatures:
+def read_settings(model: RunModel) -> FeatureSettings | KaldiFeatures | SpeechEmbeddingFeatures:
     """Return the settings of a model's stored features.
 
     Raises:
@@ -41,7 +43,7 @@ def read_settings(model: RunModel) -> FeatureSettings | KaldiFeatures:
             f"--input wave: model {model.name!r} was trained on recordings without silence at both ends (data.features.trim_db), "
             f"and the graph does not trim. Omit --input, and feed the network with features."
         )
-    if isinstance(settings, FeatureSettings | KaldiFeatures):
+    if isinstance(settings, FeatureSettings | KaldiFeatures | SpeechEmbeddingFeatures):
         return settings
     raise InputError(
         f"--input wave: raydfl does not compute features of the kind {settings.kind} (model {model.name!r}) from samples. Omit "
@@ -63,8 +65,12 @@ class Features(nn.Module):
         """
         super().__init__()
         self.settings = settings = read_settings(model)
-        self.front_end: Spectral = FRONT_ENDS[type(settings)](settings)  # type: ignore[assignment]
-        self.front_end.portable = True
+        self.front_end: Any
+        if isinstance(settings, SpeechEmbeddingFeatures):
+            self.front_end = embedding.TraceableEmbedding(settings)
+        else:
+            self.front_end = FRONT_ENDS[type(settings)](settings)
+            self.front_end.portable = True
         statistics = model.statistics if settings.normalise in BY_TRAINING_CLIPS else np.array([[0.0], [1.0 - EPSILON]])
         if statistics is None:
             raise InputError(
@@ -173,18 +179,24 @@ def build_answer_graph(model: RunModel, network: Graph) -> bytes:
     module = Answer(model, _Placeholder(len(model.classes))).eval()
     content = trace(module, {"samples": torch.randn(2, 12_000)}, [{0: "batch", 1: "samples"}], [model.output_names[-1]])
     proto = onnx.load_from_string(content)
-    constants = [onnx.helper.make_node("Constant", [], [item.name], value=item) for item in inner.graph.initializer]
-    names = [value.name for value in inner.graph.input]
-    nodes = [*constants, *inner.graph.node]
-    proto.functions.append(
-        onnx.helper.make_function("raydfl", "Network", names, [averaged], nodes, [*inner.opset_import])
-    )
+    proto.functions.append(_to_function("Network", inner, averaged))
+    if isinstance(module.features.settings, SpeechEmbeddingFeatures):
+        encoder = embedding.read_embedding(OPSET)
+        proto.functions.append(_to_function(embedding.NAME, encoder, encoder.graph.output[0].name))
     proto = onnx.inliner.inline_local_functions(proto)
     operators = [opset for opset in proto.opset_import if not opset.domain]
     del proto.opset_import[:]
     proto.opset_import.extend(operators)
     whole: bytes = proto.SerializeToString()
     return whole
+
+
+def _to_function(name: str, model: Any, output: str) -> Any:
+    """Convert an ONNX model to a function with its constants, in place of a placeholder node."""
+    constants = [onnx.helper.make_node("Constant", [], [item.name], value=item) for item in model.graph.initializer]
+    inputs = [value.name for value in model.graph.input]
+    nodes = [*constants, *model.graph.node]
+    return onnx.helper.make_function("raydfl", name, inputs, [output], nodes, [*model.opset_import])
 
 
 class _Placeholder(nn.Module):

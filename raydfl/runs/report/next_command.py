@@ -10,6 +10,7 @@ from raydfl.core.files import display_path
 from raydfl.core.nested import get_path
 from raydfl.core.yaml import to_yaml
 from raydfl.runs.report.data import RunRecord
+from raydfl.runs.verdict import NOT_SPEECH
 
 USUAL_RATES = {"sgd": 0.1, "adam": 0.003, "adamw": 0.003}
 """Learning rates for a first run. A loss that does not move at a higher rate suggests a collapsed network."""
@@ -51,6 +52,9 @@ def choose_command(run: RunRecord, learnt: bool | None, kinds: Set[str], name: s
 
 def _choose_cure(run: RunRecord, kinds: Set[str], folder: str, name: str) -> str:
     """Choose the command after a run that did not learn."""
+    gentle = {"train.cohort": 1.0, "train.local_epochs": 1}
+    if "single classes" in kinds and any(get_path(run.config, path) != value for path, value in gentle.items()):
+        return _rerun(run, folder, "gentle", *(f"{path}={value}" for path, value in gentle.items()))
     if kinds & {"diverged", "rate too high"}:
         return _rerun(run, folder, "rate", *_scale_rates(run.config, 0.1))
     if "rate too low" in kinds:
@@ -66,7 +70,8 @@ def _use_encoder(run: RunRecord, folder: str) -> str:
     """Train a head on the pretrained encoder of speech, if the run trained one network on log-mel. Otherwise explain encoders."""
     data = get_path(run.config, "data") or {}
     is_log_mel = get_path(data, "features.kind") in (None, "logmel") and not data.get("transforms")
-    if [*run.architectures] != ["model"] or not is_log_mel or data.get("parts"):
+    other = data.get("name") in NOT_SPEECH or data.get("parts")
+    if [*run.architectures] != ["model"] or not is_log_mel or other:
         return "raydfl methods pretrained"
     return _rerun(run, folder, "embedding", "data.features={kind: speech_embedding}", "models.model=linear")
 

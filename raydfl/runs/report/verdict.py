@@ -9,9 +9,11 @@ above chance and above the share of the most frequent class, and the training di
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
-- ``plateau``: it did not rise. ``loss falls``: it did not rise, but the loss fell by :data:`LOSS_PROGRESS`.
+- ``plateau``: it did not rise, or the run did not learn and its best value is not above guessing by that rise. ``loss falls``: a
+  plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
-- ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE`, while the training loss fell.
+- ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE` and :data:`LOSS_LEAST`, while
+  the training loss fell.
 - ``few evaluations``: fewer than three evaluations, or no rise and fewer than :data:`LEAST`.
 - ``rate too high``: not learnt, and the training loss of the first :data:`FIRST` rounds is not finite or rose by
   :data:`LOSS_RISE` (median), or the held-out loss exceeded :data:`GUESSING` times that of guessing and the training loss is
@@ -27,6 +29,9 @@ above chance and above the share of the most frequent class, and the training di
   :data:`FEW_TESTED` test clips.
 - ``never predicted``: a class has test clips, but no prediction.
 - ``single clips``: more than half of the clients' held-out sets have a single clip.
+- ``single classes``: more than half of the clients have training clips of a single class, and at least two. It replaces the
+  rules for the learning rate.
+- ``known groups``: clients are groups (speakers), and ``data.split.test`` is by clip, so that test clips are from these groups.
 """
 
 from __future__ import annotations
@@ -64,6 +69,8 @@ LOSS_PROGRESS = 0.02
 """Smallest relevant fall of the held-out loss in the last evaluations, relative to its first value."""
 LOSS_RISE = 0.1
 """Smallest relative rise of a loss."""
+LOSS_LEAST = 0.05
+"""Smallest relevant rise of a cross-entropy, relative to that of guessing. One clip may raise a loss near 0 by 10 %."""
 GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
 RAW_GAIN = 0.02
@@ -94,12 +101,15 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
     known = [score.learnt for score in scores if score.learnt is not None]
     learnt = False if worthless else all(known) if known else None
     findings = [finding for score in scores for finding in _check_score(run, score)]
+    clips = [*_check_clips(run, keys, population)]
+    # Losses of cohorts with other classes do not judge the learning rate.
+    unclear = any(_doubts_labels(score) for score in scores) or any(clip.kind == "single classes" for clip in clips)
     if keys and not worthless:
-        rate = [] if any(_doubts_labels(score) for score in scores) else _check_rate(run, keys[0], learnt)
+        rate = [] if unclear else _check_rate(run, keys[0], learnt)
         findings = [*_judge_trend(run, keys[0], scores[0], learnt), *rate, *findings]
     if scores:
         findings += _compare_references(run, scores[0])
-    findings += _check_clips(run, keys, population)
+    findings += clips
     command = choose_command(run, learnt, {problem.kind for problem in (*problems, *findings)}, name)
     return Verdict(learnt, scores, tuple(findings), command)
 
@@ -222,7 +232,15 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         and _gain(loss, LOSS_PROGRESS * abs(loss.trained[0]), -1.0) is not None
     )
     more = " The loss still falls." * falling
-    gain = _gain(values, rise, sign)
+    is_accuracy = base_name(metric) == "accuracy"
+    least = LOSS_LEAST * math.log(max(2, len(run.classes_of(metric)))) if is_accuracy else 0.0
+    stuck = (
+        learnt is False
+        and shown.share
+        and score.guessing is not None
+        and values.trained.max() < scale * score.guessing + rise
+    )
+    gain = None if stuck else _gain(values, rise, sign)  # Scores near guessing vary by chance.
     lost = float((sign * values.trained).max() - (sign * values.trained[-3:]).max())
     name = f"The {get_title(metric)} on {CLIPS[split]}"
     if gain is not None:
@@ -232,7 +250,7 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         best = int(curve.rounds[curve.rounds > 0][(sign * values.trained).argmax()])
         amount = f"{lost:.1f} points" if shown.share else f"{lost:.3g}"
         yield Problem("falling", f"{name} is {amount} worse than in round {best}.", worthless=False)
-    elif loss is not None and (low := _find_overfitting(loss, run.curves.get(("train", "loss")))) is not None:
+    elif loss is not None and (low := _find_overfitting(loss, run.curves.get(("train", "loss")), least)) is not None:
         text = (
             f"Overfitting: the loss on {CLIPS[split]} rose from {loss.trained.min():.3f} in round {low} to {loss.last:.3f}, "
             f"while the training loss fell."
@@ -242,7 +260,8 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         text = f"Too few evaluations to see a plateau: {count}. Train for more rounds, or lower evaluate.every."
         yield Problem("few evaluations", text, worthless=False)
     else:
-        text = f"{name} is at a plateau: less than {rise:.1f} points gained in {where}.{more}"
+        plateau = f"is at a plateau: less than {rise:.1f} points gained in {where}"
+        text = f"{name} {'stays near guessing' if stuck else plateau}.{more}"
         yield Problem("loss falls" if falling else "plateau", text, worthless=False)
 
 
@@ -259,14 +278,14 @@ def _estimate_error(run: RunRecord, key: Key, score: HeadlineScore) -> float:
     return 0.0 if low is None or high is None else (high - low) / 3.92
 
 
-def _find_overfitting(loss: Curve, training: Curve | None) -> int | None:
-    """Return the round of the smallest held-out loss if the loss rose since and the training loss fell."""
+def _find_overfitting(loss: Curve, training: Curve | None, least: float) -> int | None:
+    """Return the round of the smallest held-out loss if the loss rose since, by at least ``least``, and the training loss fell."""
     rounds, values = loss.rounds[loss.rounds > 0], loss.trained
     if training is None or not np.isfinite(values).all():
         return None
     low = int(rounds[values.argmin()])
     before = training.values[training.rounds <= low]
-    rose = values[-1] > (1 + LOSS_RISE) * values.min()
+    rose = values[-1] > max((1 + LOSS_RISE) * values.min(), values.min() + least)
     return low if rose and len(before) and training.last < before[-1] else None
 
 
@@ -306,8 +325,11 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
     if population is None or not population.has_clips:
         return
     if any(base_name(metric) in ("accuracy", "map") for _, metric in keys):
-        kind = get_path(run.config, "data.features.kind")
-        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind))
+        kind, name = (get_path(run.config, f"data.{key}") for key in ("features.kind", "name"))
+        yield from (Problem("few clips", text, worthless=False) for text in find_few_clips(population, kind, name))
+        yield from _check_clients(population)
+    if any(split == "test" and base_name(metric) == "accuracy" for split, metric in keys):
+        yield from _check_groups(run)
     for split, setting in (("validation", "data.split.validation"), ("client_test", "data.split.client_test")):
         if not any(measured == split for measured, _ in run.scores()):
             continue
@@ -318,3 +340,32 @@ def _check_clips(run: RunRecord, keys: Sequence[Key], population: Population | N
                 f"{alone} of {sets} clients have a single held-out clip, so their scores are 0 or 1. Raise {setting}."
             )
             yield Problem("single clips", text, worthless=False)
+
+
+def _check_clients(population: Population) -> Iterator[Problem]:
+    """Count the clients with a single class."""
+    counts = population.label_counts("train", slice(_CLIENTS))
+    sizes = counts.sum(axis=1)
+    alone = np.count_nonzero((np.count_nonzero(counts, axis=1) == 1) & (sizes > 1))
+    clients = np.count_nonzero(sizes)
+    if np.count_nonzero(counts.sum(axis=0)) > 1 and 2 * alone > clients:
+        text = (
+            f"{alone} of {clients} clients have clips of a single class, so their updates favour this class. Lower "
+            f"train.local_epochs, raise train.cohort, or choose another method (fedlc, scaffold)."
+        )
+        yield Problem("single classes", text, worthless=False)
+
+
+def _check_groups(run: RunRecord) -> Iterator[Problem]:
+    """Report test clips of the training speakers. The groups of an official split are unknown."""
+    partition = get_path(run.config, "data.partition") or {}
+    if (
+        get_path(run.config, "data.split.test.by") == "clip"
+        and partition.get("by") == "group"
+        and not partition["column"]
+    ):
+        text = (
+            "The test clips are from the clients' own groups, so the score does not hold for new speakers or devices. Hold out "
+            "groups: data.split.test='{by: group, fraction: 0.2}'."
+        )
+        yield Problem("known groups", text, worthless=False)

@@ -115,6 +115,7 @@ class StackedBatches:
         device: device of the batches.
         seeds: seed of each client's fit, for the transforms. ``None``: no random transforms.
         first: number of the first batch in the fit.
+        weights: weight of each client's examples, float32 [examples]. ``None``: 1.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class StackedBatches:
         device: torch.device,
         seeds: Sequence[int] | None = None,
         first: int = 0,
+        weights: Sequence[np.ndarray] | None = None,
     ) -> None:
         steps, clients = len(plans[0]), len(plans)
         self.sizes = np.zeros((steps, clients), np.int64)
@@ -141,7 +143,11 @@ class StackedBatches:
         self._labels = torch.from_numpy(examples[0].targets(labels)).to(device)
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
-        self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
+        filled = real.astype(np.float32)
+        for client, plan in enumerate(plans if weights is not None else ()):
+            for step, index in enumerate(plan):
+                filled[step, client, : len(index)] = weights[client][index]
+        self._weights, self._weighted = torch.from_numpy(filled).to(device), weights is not None
         self._views = {
             name: _StackedView([source.views[name] for source in examples], plans, real.shape, device, seeds, first)
             for name in examples[0].views
@@ -157,7 +163,7 @@ class StackedBatches:
     def batch(self, step: int) -> Batch:
         """Assemble the batch of a step: views [clients, batch, frames, bands], everything else [clients, batch, ...].
 
-        ``weight`` is ``None`` without padding.
+        ``weight`` is ``None`` without padding and class weights.
         """
         clients = self.clients(step)
         sizes = self.sizes[step, :clients]
@@ -171,7 +177,7 @@ class StackedBatches:
             self._labels[step, :clients, :width],
             cut({name: view.lengths for name, view in self._views.items()}),
             cut({name: view.present for name, view in self._views.items()}),
-            None if (sizes == width).all() else self._weights[step, :clients, :width],
+            None if (sizes == width).all() and not self._weighted else self._weights[step, :clients, :width],
             cut(self._columns),
         )
 

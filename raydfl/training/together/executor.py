@@ -33,7 +33,7 @@ from raydfl.data import Examples
 from raydfl.training.call import FitCall
 from raydfl.training.moments import Moments, restore_moments, save_moments
 from raydfl.training.optimiser import Optimiser
-from raydfl.training.plan import draw_order
+from raydfl.training.plan import draw_order, find_weights
 from raydfl.training.precision import GradientScale, autocast
 from raydfl.training.randomness import (
     derive_step_seed,
@@ -85,8 +85,13 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
             ]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
             group = StackedClients([steps[i] for i in order], list(first.models), tuple(call.models))
+            weights = [find_weights(steps[i], data[i]) for i in order]
             batches = StackedBatches(
-                [data[i] for i in order], [plans[i] for i in order], first.device, [seeds[i] for i in order]
+                [data[i] for i in order],
+                [plans[i] for i in order],
+                first.device,
+                [seeds[i] for i in order],
+                weights=None if weights[0] is None else weights,
             )
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
             check_kind(group, kind, losses, batches.batch(0), seed)

@@ -76,6 +76,11 @@ def test_streaming_agrees_with_the_complete_recording(case: str, pieces_ms: tupl
         ("crnn_tiny", {"features": {**PART, "normalise": "clip"}}, "over the whole clip .*normalise: part, group"),
         ("crnn_tiny", {"features": {**PART, "wave": "unit_norm"}}, "divided by the loudness of the whole clip"),
         ("crnn_tiny", {"segment": {"frames": 20, "stride": 10}}, "reads segments or crops"),
+        (
+            "crnn_tiny",
+            {"features": {"kind": "speech_embedding"}},
+            "speech_embedding\\), which needs the whole recording",
+        ),
     ],
 )
 def test_unsupported_streams_are_rejected(architecture: str, changes: dict[str, Any], message: str) -> None:

@@ -94,6 +94,25 @@ def test_the_module_agrees_with_predict(name: str, by: str) -> None:
     assert np.ptp(expected) > 0.05  # of predictions that differ between recordings
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("openwakeword") is None, reason="the extra embedding is not installed")
+@pytest.mark.parametrize("seconds", [None, 0.5])
+def test_the_graph_contains_the_speech_embedding(seconds: float | None) -> None:
+    """A loud recording in the batch must not change a quiet one."""
+    from raydfl.runs.inference.network import open_session, to_onnx
+    from raydfl.runs.inference.recordings import FrontEnd
+    from raydfl.runs.inference.wave import build_answer_graph, make_sounds, takes_lengths
+
+    model = make_untrained_model("linear", features={"kind": "speech_embedding", "seconds": seconds})
+    session = open_session(build_answer_graph(model, to_onnx(model, takes_lengths(model))), 1)
+    front_end = FrontEnd(model)
+    for length in (48, 3_888, 16_000):
+        waves = make_sounds(length, 16_000) * np.array([[1.0], [0.01]], np.float32)
+        expected = np.stack([front_end.answer_to(wave, 16_000) for wave in waves])
+        np.testing.assert_allclose(session.run(None, {"samples": waves})[0], expected, atol=2e-5)
+    assert np.ptp(expected) > 0.05
+
+
 def test_silence_agrees_with_predict() -> None:
     from raydfl.runs.inference.recordings import FrontEnd
 
