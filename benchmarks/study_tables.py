@@ -42,6 +42,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STUDIES = ROOT / "benchmarks" / "studies"
 RESULTS = ROOT / "benchmarks" / "results"
+_COLUMNS = 100
+"""Characters in a line of a code block on the site."""
 _MAIN_NOTES = re.compile(r"^(Headline|A conclusion needs|Did not learn)|unfinished")
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
@@ -92,14 +94,21 @@ def format_repetition(results: StudyResults) -> str:
 
 def make_command(study_file: str, study: Study) -> str:
     """Make the command that repeats the first cell of a study, with a placeholder for each path of a data set."""
-    cell = " ".join(f'--only "{axis}={label}"' for axis, label in zip(study.axes, study.cells[0], strict=True))
-    places = [
-        f" {place_of(part)}.{option}=PATH/TO/DATA"
+    words = [f'--only "{axis}={label}"' for axis, label in zip(study.axes, study.cells[0], strict=True)]
+    words += [
+        f"{place_of(part)}.{option}=PATH/TO/DATA"
         for part, settings in study.first.config.data.each.items()
         for option in path_options(find_dataset(settings.name))
         if (settings.model_extra or {}).get(option) is not None
     ]
-    return f"raydfl study {study_file} results=null {cell}{''.join(places)}"
+    lines = [f"raydfl study {study_file} results=null"]
+    for word in words:
+        if len(f"{lines[-1]} {word} \\") > _COLUMNS:
+            lines[-1] += " \\"
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 def format_list() -> str:

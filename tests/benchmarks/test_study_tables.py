@@ -31,7 +31,7 @@ def test_the_command_of_a_page_repeats_one_cell(
     file = f"benchmarks/studies/{name}.yaml"
     command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))
     monkeypatch.chdir(ROOT)
-    arguments = shlex.split(command.replace("PATH/TO/DATA", str(tmp_path)))[1:]
+    arguments = shlex.split(command.replace("\\\n", "").replace("PATH/TO/DATA", str(tmp_path)))[1:]
     result = raydfl(*arguments, "--check", "tuned=null", f"dir={tmp_path / 'runs'}")
     assert (result.code, "1 cell, " in result.out) == (0, True), result.err
 
