@@ -139,7 +139,7 @@ class Federation:
         if self._examples is not None:
             steps = read_steps(store.folder, self.state.round_index)
             spent = self._examples.explain_end(self.state.round_index, steps)
-            self.checkpoint = dataclasses.replace(self.checkpoint, steps=steps, spent=spent)
+            self.checkpoint = dataclasses.replace(self.checkpoint, steps=steps, spent=self.checkpoint.spent or spent)
         if not store.private_here:
             named = frozenset[str]().union(*store.files.values())
             ask_everywhere(pool, population.places, lambda worker: worker.private.retain(named))
