@@ -74,7 +74,7 @@ requirements:
 audit:
 	@command -v pip-audit >/dev/null || { echo 'make audit: no package was checked, because pip-audit is not installed (pip install pip-audit)'; exit 0; }; \
 	mkdir -p build; \
-	pip-audit --requirement $(PINS) --no-deps --disable-pip --progress-spinner off >build/audit.txt 2>&1 && code=0 || code=$$?; \
+	pip-audit --requirement $(PINS) --no-deps --disable-pip --strict --progress-spinner off >build/audit.txt 2>&1 && code=0 || code=$$?; \
 	if [ $$code = 0 ] || grep -q '^Found ' build/audit.txt; then cat build/audit.txt; exit $$code; fi; \
 	echo "make audit: no package was checked, because the data are not available: $$(tail -n 1 build/audit.txt)"
 

@@ -62,7 +62,9 @@ def test_damaged_files_end_with_a_message(cases: int) -> None:
 
 def test_the_figures_of_the_documentation_cover_all_formats() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    match = re.search(r"(\d+) formats with (\d+) damaged inputs each by `python tests/fuzz/fuzz.py --cases (\d+)`", page)
+    match = re.search(
+        r"(\d+) formats with (\d+) damaged inputs each by `python tests/fuzz/fuzz.py --cases (\d+)`", page
+    )
     assert match is not None
     assert int(match[1]) == len(fuzz.FORMATS)
     assert match[2] == match[3]
