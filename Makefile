@@ -11,9 +11,10 @@ PYTHON_blazefl ?= $(call working,python3.13t python3.13 python3.12)
 FOR_RUNS := .venv/.installed-for-runs
 INSTALLED := .venv/.installed
 ARGS ?=
+PINS ?= constraints.txt
 RUNS ?= runs
 
-.PHONY: help run test test-all test-versions wheel release test-wheel check docs tables bench-peers gpu-check fuzz
+.PHONY: help run test test-all test-versions wheel release requirements audit test-wheel check docs tables bench-peers gpu-check fuzz
 .DELETE_ON_ERROR:
 
 help:
@@ -22,7 +23,9 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make test-versions  laws and a few tests with Ray, with the oldest and the newest packages that raydfl takes'
 	@echo 'make wheel     raydfl as a wheel, in build/wheel'
-	@echo 'make release   the wheel, the source distribution and the software bill of materials (CycloneDX), in build/release'
+	@echo 'make release   the wheel, the source distribution, the software bill of materials (CycloneDX) and requirements.txt with hashes, in build/release'
+	@echo 'make requirements  constraints.txt with the hashes of all files of each package, for pip and uv: build/requirements.txt (needs uv)'
+	@echo 'make audit     known vulnerabilities of the packages in constraints.txt (needs pip-audit and its data)'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
@@ -51,13 +54,29 @@ wheel: $(FOR_RUNS)
 	rm -rf build/wheel
 	.venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 
-release: $(INSTALLED) wheel
+release: $(INSTALLED) wheel requirements
 	rm -rf build/release
 	mkdir -p build/release
-	cp build/wheel/*.whl build/release
+	cp build/wheel/*.whl build/requirements.txt build/release
 	.venv/bin/python -c 'import setuptools.build_meta as build; build.build_sdist("build/release")'
 	.venv/bin/python tools/sbom.py build/release/raydfl.cdx.json
 	cd build/release && sha256sum * > SHA256SUMS
+
+# The hashes are those of the index that uv uses (UV_DEFAULT_INDEX). Other builds of a version have others: PyTorch for CPUs.
+requirements:
+	@command -v uv >/dev/null || { echo 'make requirements needs uv: install it (pip install uv)' >&2; exit 2; }
+	mkdir -p build
+	rm -f build/requirements.txt
+	uv pip compile $(PINS) --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --quiet \
+		--output-file build/requirements.txt
+
+# Without the tool or its data, it prints a line and succeeds; a known vulnerability is an error.
+audit:
+	@command -v pip-audit >/dev/null || { echo 'make audit: no package was checked, because pip-audit is not installed (pip install pip-audit)'; exit 0; }; \
+	mkdir -p build; \
+	pip-audit --requirement $(PINS) --no-deps --disable-pip --strict --progress-spinner off >build/audit.txt 2>&1 && code=0 || code=$$?; \
+	if [ $$code = 0 ] || grep -q '^Found ' build/audit.txt; then cat build/audit.txt; exit $$code; fi; \
+	echo "make audit: no package was checked, because the data are not available: $$(tail -n 1 build/audit.txt)"
 
 # PyTorch and the like are those of .venv, whose editable raydfl a new environment does not see; -P: nor that of this folder.
 test-wheel: $(INSTALLED) wheel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -116,7 +117,10 @@ def test_a_run_on_two_nodes_with_tls_gives_the_bits_of_one_process(
     finally:
         driver.end()
     assert driver.process.returncode == 0, problems
-    assert_same_bits(known(tiny(method="fedmlac")), read_tensors(Path(config.run.dir) / "tiny"))
+    run_dir = Path(config.run.dir) / "tiny"
+    assert_same_bits(known(tiny(method="fedmlac")), read_tensors(run_dir))
+    used = json.loads((run_dir / "run.json").read_text())["nodes"].values()
+    assert sum(use["bytes_up"] for use in used) > 0, "no update crossed from one node to the other"
 
     authority, key, certificate = [(cluster.driver / name).read_bytes() for name in ("ca.crt", "node.key", "node.crt")]
     for target in cluster.targets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -57,3 +58,13 @@ def test_damaged_files_end_with_a_message(cases: int) -> None:
     done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False, cwd=Path.home())
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == len(fuzz.FORMATS) + 1
+
+
+def test_the_figures_of_the_documentation_cover_all_formats() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    match = re.search(
+        r"(\d+) formats with (\d+) damaged inputs each by `python tests/fuzz/fuzz.py --cases (\d+)`", page
+    )
+    assert match is not None
+    assert int(match[1]) == len(fuzz.FORMATS)
+    assert match[2] == match[3]
