@@ -43,9 +43,9 @@ from raydfl.training.together.stack import StackedClients
 from raydfl.training.withheld import REMEDY, PrivateTask
 
 _MOST_EXAMPLES = 64
-"""Largest number of examples whose gradients are computed at once."""
+"""Largest number of examples in a computation of gradients."""
 _MOST_ELEMENTS = 1 << 25
-"""Largest number of elements of gradients computed at once, unless one example has more."""
+"""Largest number of elements of gradients computed at once, unless a single example has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,9 @@ def _check_call(call: FitCall, task: PrivateTask) -> None:
     if call.plan is not None:
         reason = "composes its batches (fit(batches=...)), so they are no Poisson samples"
     elif len(call.losses) != 1:
-        reason = f"takes {len(call.losses)} optimiser steps with each batch, and the accounting knows one"
+        reason = f"takes {len(call.losses)} optimiser steps with each batch, and the accounting knows a single step"
     elif task.trained:
-        reason = "trains more than once in a round, and the accounting knows one training"
+        reason = "trains more than once in a round, and the accounting knows a single training"
     elif call.epochs != call.step.training.local_epochs:
         reason = f"trains {call.epochs} epochs, and the accounting knows train.local_epochs={call.step.training.local_epochs}"
     elif not isinstance(task.data.train, Examples):
@@ -184,8 +184,8 @@ def check_networks(models: Mapping[str, nn.Module]) -> None:
             keeps = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats
             if layer.training and (mixes or keeps):
                 raise ConfigError(
-                    f"train.optimiser.private: the layer {path!r} of models.{name} is a {type(layer).__name__}, which mixes "
-                    f"examples or keeps statistics of them without noise. Choose a model with group normalisation"
+                    f"train.optimiser.private: the layer {path!r} of models.{name} is a {type(layer).__name__}. It mixes "
+                    f"examples, or keeps statistics of them without noise. Choose a model with group normalisation"
                 )
 
 
@@ -242,7 +242,7 @@ def _compute_batched(call: FitCall, batch: Batch, seeds: Tensor, parameters: Map
 
 
 def _compute_in_turn(call: FitCall, batch: Batch, seeds: Tensor, parameters: Mapping[str, Tensor]) -> ExampleGradients:
-    """Compute the gradients of one example after another."""
+    """Compute the gradients example by example."""
     step, tensors = call.step, batch.tensors()
     buffers = [(buffer, buffer.clone()) for network in step.models.values() for buffer in network.buffers()]
     losses: list[Tensor] = []

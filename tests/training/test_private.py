@@ -279,7 +279,7 @@ def test_calls_of_fit_outside_the_accounting_are_rejected(options: dict[str, Any
 
 
 def test_layers_that_mix_examples_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"the layer '1' of models.model is a BatchNorm1d, which mixes examples"):
+    with pytest.raises(ConfigError, match=r"the layer '1' of models.model is a BatchNorm1d. It mixes examples"):
         check_networks({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))})
     with pytest.raises(ConfigError, match=r"InstanceNorm1d"):
         check_networks({"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))})
