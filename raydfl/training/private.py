@@ -106,8 +106,7 @@ def fit_private(call: FitCall, trainable: Mapping[str, Mapping[str, Tensor]]) ->
     _check_call(call, task)
     task.trained = True
     step.execution.together = 1
-    set_training_mode(step.models.items(), step.fixed)
-    check_networks(step.models)
+    check_networks(step.models, step.fixed)
     parameters = {name: tensor for tensors in trainable.values() for name, tensor in tensors.items()}
     lists = {name: [*tensors.values()] for name, tensors in trainable.items()}
     optimiser = Optimiser(lists, step.training.optimiser, step.round_index, call.rates)
@@ -172,12 +171,17 @@ def _check_call(call: FitCall, task: PrivateTask) -> None:
         raise ConfigError(f"train.optimiser.private: the method {reason}. {REMEDY}")
 
 
-def check_networks(models: Mapping[str, nn.Module]) -> None:
-    """Reject networks in training mode with batch normalisation or statistics of their inputs.
+def check_networks(models: Mapping[str, nn.Module], fixed: frozenset[str]) -> None:
+    """Set networks to training mode, and reject batch normalisation and statistics of inputs in trained layers.
+
+    Args:
+        models: Networks by name.
+        fixed: Flat names of the fixed tensors.
 
     Raises:
         ConfigError: A layer mixes the examples of a batch, or keeps statistics of them.
     """
+    set_training_mode(models.items(), fixed)
     for name, network in models.items():
         for path, layer in network.named_modules():
             mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
