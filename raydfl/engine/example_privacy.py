@@ -29,7 +29,6 @@ from raydfl.engine.storage.folder import read_about
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.telemetry import RoundReport, RoundRows
 from raydfl.training import check_networks, count_steps, find_fixed_tensors
-from raydfl.training.ownership import set_training_mode
 
 STEPS = "privacy/steps"
 """Metric of the private steps of a client in a round."""
@@ -52,8 +51,7 @@ def plan_examples(config: Config, population: Population, clients: Clients) -> t
     for combinations in clients.variants_of_parts().values():
         for specs in combinations:
             models = build_models(config.components.method, specs, config.run.seed)
-            set_training_mode(models.items(), find_fixed_tensors(models, config.components.method.fixed))
-            check_networks(models)
+            check_networks(models, find_fixed_tensors(models, config.components.method.fixed))
     counts = Counter(_count_clips(population, clients).values())
     if not counts:
         raise ConfigError("train.optimiser.private: no client has training clips. Change data.split or train.clients")

@@ -43,9 +43,9 @@ from raydfl.training.together.stack import StackedClients
 from raydfl.training.withheld import REMEDY, PrivateTask
 
 _MOST_EXAMPLES = 64
-"""Largest number of examples whose gradients are computed at once."""
+"""Largest number of examples in a computation of gradients."""
 _MOST_ELEMENTS = 1 << 25
-"""Largest number of elements of gradients computed at once, unless one example has more."""
+"""Largest number of elements of gradients computed at once, unless a single example has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def fit_private(call: FitCall, trainable: Mapping[str, Mapping[str, Tensor]]) ->
     _check_call(call, task)
     task.trained = True
     step.execution.together = 1
-    set_training_mode(step.models.items(), step.fixed)
-    check_networks(step.models)
+    check_networks(step.models, step.fixed)
     parameters = {name: tensor for tensors in trainable.values() for name, tensor in tensors.items()}
     lists = {name: [*tensors.values()] for name, tensors in trainable.items()}
     optimiser = Optimiser(lists, step.training.optimiser, step.round_index, call.rates)
@@ -161,9 +160,9 @@ def _check_call(call: FitCall, task: PrivateTask) -> None:
     if call.plan is not None:
         reason = "composes its batches (fit(batches=...)), so they are no Poisson samples"
     elif len(call.losses) != 1:
-        reason = f"takes {len(call.losses)} optimiser steps with each batch, and the accounting knows one"
+        reason = f"takes {len(call.losses)} optimiser steps with each batch, and the accounting knows a single step"
     elif task.trained:
-        reason = "trains more than once in a round, and the accounting knows one training"
+        reason = "trains more than once in a round, and the accounting knows a single training"
     elif call.epochs != call.step.training.local_epochs:
         reason = f"trains {call.epochs} epochs, and the accounting knows train.local_epochs={call.step.training.local_epochs}"
     elif not isinstance(task.data.train, Examples):
@@ -172,20 +171,25 @@ def _check_call(call: FitCall, task: PrivateTask) -> None:
         raise ConfigError(f"train.optimiser.private: the method {reason}. {REMEDY}")
 
 
-def check_networks(models: Mapping[str, nn.Module]) -> None:
-    """Reject networks in training mode with batch normalisation or statistics of their inputs.
+def check_networks(models: Mapping[str, nn.Module], fixed: frozenset[str]) -> None:
+    """Set networks to training mode, and reject batch normalisation and statistics of inputs in trained layers.
+
+    Args:
+        models: Networks by name.
+        fixed: Flat names of the fixed tensors.
 
     Raises:
         ConfigError: A layer mixes the examples of a batch, or keeps statistics of them.
     """
+    set_training_mode(models.items(), fixed)
     for name, network in models.items():
         for path, layer in network.named_modules():
             mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
             keeps = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats
             if layer.training and (mixes or keeps):
                 raise ConfigError(
-                    f"train.optimiser.private: the layer {path!r} of models.{name} is a {type(layer).__name__}, which mixes "
-                    f"examples or keeps statistics of them without noise. Choose a model with group normalisation"
+                    f"train.optimiser.private: the layer {path!r} of models.{name} is a {type(layer).__name__}. It mixes "
+                    f"examples, or keeps statistics of them without noise. Choose a model with group normalisation"
                 )
 
 
@@ -242,7 +246,7 @@ def _compute_batched(call: FitCall, batch: Batch, seeds: Tensor, parameters: Map
 
 
 def _compute_in_turn(call: FitCall, batch: Batch, seeds: Tensor, parameters: Mapping[str, Tensor]) -> ExampleGradients:
-    """Compute the gradients of one example after another."""
+    """Compute the gradients example by example."""
     step, tensors = call.step, batch.tensors()
     buffers = [(buffer, buffer.clone()) for network in step.models.values() for buffer in network.buffers()]
     losses: list[Tensor] = []

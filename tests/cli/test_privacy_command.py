@@ -109,7 +109,7 @@ def test_the_epsilon_of_single_clips_is_printed_before_any_training(tiny: Tiny, 
     configured = next(line for line in lines if line.endswith("this configuration"))
     assert configured.split()[0] == "2"
     assert float(configured.split()[1]) == pytest.approx(largest, rel=1e-2)
-    assert lines[1] == f"delta {most**-1.1:.3g}, neighbours: adding or removing one clip of a client"
+    assert lines[1] == f"delta {most**-1.1:.3g}, neighbours: {mechanism.neighbours}"
     assert not Path(config.run.dir).exists()
 
 

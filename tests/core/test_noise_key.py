@@ -62,3 +62,18 @@ def test_unusable_keys_are_rejected(tmp_path: Path) -> None:
     path.write_bytes(bytes(31))
     with pytest.raises(RunDirectoryError, match="has 31 bytes instead of 32"):
         NoiseKey.read(tmp_path)
+
+
+def test_derived_keys_depend_on_the_key_the_round_and_the_part() -> None:
+    key = NoiseKey(bytes(32))
+    derived = [
+        key,
+        key.derive(0, "a"),
+        key.derive(1, "a"),
+        key.derive(0, "b"),
+        NoiseKey(bytes([1] * 32)).derive(0, "a"),
+    ]
+    assert len({found.fingerprint for found in derived}) == len(derived)
+    assert key.derive(0, "a").fingerprint == NoiseKey(bytes(32)).derive(0, "a").fingerprint
+    first, second = (found.normals(0, "noise", 10_000) for found in derived[1:3])
+    assert abs(float(np.corrcoef(first, second)[0, 1])) < 0.05

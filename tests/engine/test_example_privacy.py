@@ -231,7 +231,7 @@ def test_settings_outside_the_guarantee_are_rejected(tiny: Tiny, settings: list[
 def test_batch_normalisation_is_rejected_before_the_first_round(tiny: Tiny) -> None:
     network = f"models.model={{name: {TESTS / 'networks.py:FrozenStem'}, frozen: false, dropout: 0.0}}"
     config = tiny(*PRIVATE, network)
-    with pytest.raises(ConfigError, match=r"the layer 'stem.1' of models.model is a BatchNorm1d, which mixes examples"):
+    with pytest.raises(ConfigError, match=r"the layer 'stem.1' of models.model is a BatchNorm1d. It mixes examples"):
         run(config, Progress("quiet"))
     assert not folder_of(config).exists()
     frozen = network.replace("frozen: false", "frozen: true")

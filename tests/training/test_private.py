@@ -38,7 +38,7 @@ from raydfl.models import build_model
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
 from raydfl.models.split_cnn import SplitCNN
-from raydfl.training import Step, fit
+from raydfl.training import Step, find_fixed_tensors, fit
 from raydfl.training.call import FitCall
 from raydfl.training.private import ExampleGradients, check_networks, compute_example_gradients
 from raydfl.training.settings import OptimiserSettings, TrainSettings
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Method, Callable[[Path], dict[str, nn.Module]], bool]] = 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=needs_transformers if n == "hubert" else ()) for n in CASES])
 def test_the_gradients_of_examples_equal_a_loop(name: str, tmp_path: Path) -> None:
-    """The loop computes each example at its own length, as a batch of one example."""
+    """The loop computes each example as its own batch, without padding."""
     method, networks, lengths = CASES[name]
     examples = make_tokens(7) if name == "hubert" else make_examples(7, 3, lengths)
     step = make_private_step(method, lambda: networks(tmp_path), examples=examples)
@@ -176,7 +176,7 @@ def test_without_noise_and_clipping_a_training_equals_steps_on_the_same_batches(
     st.floats(-3, 3),
 )
 def test_an_example_moves_the_clipped_sum_by_at_most_the_clip(values: np.ndarray, exponent: float) -> None:
-    """For gradients of any size, also infinite ones."""
+    """For gradients of any size, also infinite."""
     clip, half = 10**exponent, values.shape[1] // 2
 
     def add(rows: np.ndarray) -> np.ndarray:
@@ -279,11 +279,13 @@ def test_calls_of_fit_outside_the_accounting_are_rejected(options: dict[str, Any
 
 
 def test_layers_that_mix_examples_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"the layer '1' of models.model is a BatchNorm1d, which mixes examples"):
-        check_networks({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))})
+    with pytest.raises(ConfigError, match=r"the layer '1' of models.model is a BatchNorm1d. It mixes examples"):
+        check_networks({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, frozenset())
     with pytest.raises(ConfigError, match=r"InstanceNorm1d"):
-        check_networks({"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))})
-    check_networks({"model": nn.Sequential(nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.BatchNorm1d(2).eval())})
+        check_networks({"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))}, frozenset())
+    frozen = nn.BatchNorm1d(2).requires_grad_(False)
+    models = {"model": nn.Sequential(nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), frozen)}
+    check_networks(models, find_fixed_tensors(models, ()))
 
 
 @pytest.mark.parametrize(

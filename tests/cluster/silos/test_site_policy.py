@@ -143,9 +143,18 @@ def test_a_node_with_policies_serves_only_their_sites(policies: Policies, monkey
 # -- rejections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("noise", "is_accepted"), [("noise: 1.0", True), ("epsilon: 8", True), ("noise: 0", False)])
+@pytest.mark.parametrize(
+    ("setting", "is_accepted"),
+    [
+        ("method.rule={name: gaussian, noise: 1.0}", True),
+        ("method.rule={name: gaussian, epsilon: 8}", True),
+        ("method.rule={name: gaussian, noise: 0}", False),
+        ("train.optimiser.private={noise: 1.0}", True),
+        ("train.optimiser.private={noise: 0}", False),
+    ],
+)
 def test_a_policy_accepts_noise_as_differential_privacy(
-    tiny: Callable[..., Config], noise: str, is_accepted: bool
+    tiny: Callable[..., Config], setting: str, is_accepted: bool
 ) -> None:
     policy = SitePolicy(
         site="north",
@@ -155,7 +164,7 @@ def test_a_policy_accepts_noise_as_differential_privacy(
         differential_privacy=True,
         minimum_clients=2,
     )
-    config = tiny(f"method.rule={{name: gaussian, clip: 1.0, {noise}}}", "evaluate.clients=none", method="fedavg")
+    config = tiny(setting, "evaluate.clients=none", method="fedavg")
     with contextlib.nullcontext() if is_accepted else pytest.raises(PolicyError, match="but the run has none"):
         policy.check_run(config, [])
 
