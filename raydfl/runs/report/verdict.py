@@ -360,7 +360,7 @@ def _check_groups(run: RunRecord) -> Iterator[Problem]:
     if (
         get_path(run.config, "data.split.test.by") == "clip"
         and partition.get("by") == "group"
-        and not partition["column"]
+        and not partition.get("column")
     ):
         text = (
             "The test clips are from the clients' own groups, so the score does not hold for new speakers or devices. Hold out "
