@@ -43,6 +43,7 @@ def draw_curves(runs: dict[str, raydfl.Result]) -> Figure:
     score = runs["federation"].verdict.scores[0]
     axes.axhline(score.raw, color="grey", linestyle=":", label=f"raw features ({score.raw_name})")
     axes.axhline(score.guessing, color="black", linestyle="--", linewidth=1, label=f"always {score.majority_class!r}")
+    axes.set_xticks(runs["federation"].history[METRIC].dropna().index)
     axes.set(xlabel="round", ylabel="accuracy of unseen speakers", ylim=(0, 1.03))
     axes.legend(fontsize=8, loc="lower right")
     return figure

@@ -27,10 +27,10 @@ def expand_baseline(values: Mapping[str, Any]) -> Mapping[str, Any]:
         ConfigError: The name has options, or the data have parts or sites, so that clips cannot be pooled.
     """
     method = values.get("method")
-    name, *options = [*method.values()] if isinstance(method, Mapping) and "name" in method else [method]
+    name = method.get("name") if isinstance(method, Mapping) else method
     if not isinstance(name, str) or name not in BASELINES:
         return values
-    if options:
+    if isinstance(method, Mapping) and len(method) > 1:
         raise ConfigError(f"method: {name} has no options. Write method={name}")
     if name == "centralised" and (get_path(values, "data.parts") or get_path(values, "data.sites")):
         raise ConfigError(

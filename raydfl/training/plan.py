@@ -118,7 +118,7 @@ def draw_order(step: Step, examples: Examples, plan: Plan | None) -> list[np.nda
 
 
 def find_weights(step: Step, examples: Examples) -> np.ndarray | None:
-    """Return the weight of each of a client's examples, float32 [examples]. ``None``: ``train.class_weights`` is none."""
+    """Return the weight of each of a client's examples, float32 [examples]. ``None`` without class weights."""
     return balance_classes(np.asarray(examples.labels)) if step.training.class_weights == "balanced" else None
 
 

@@ -170,7 +170,7 @@ def test_folders_below_few_classes_are_no_owners(tmp_path: Path, files: list[str
     ],
 )
 def test_names_of_files_that_begin_with_owners(tmp_path: Path, names: list[str], owners: int, hint: str) -> None:
-    """A word of only one file in each class is no owner."""
+    """Owners have two files in each class on average."""
     config = configure(tmp_path, [f"{label}/{name}.wav" for label in ("yes", "no") for name in names])
     settings, reason = propose_owners(config.data, list_clips(config.data, 1)[0])
     assert ("data.group_pattern" in settings) == bool(owners)

@@ -359,9 +359,14 @@ _COLUMNS = 100
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_fits_the_width_of_the_site(page: Path) -> None:
-    long = {
-        block.name: line for block in parse_blocks(page) for line in block.text.splitlines() if len(line) > _COLUMNS
-    }
+    """Equations of docstrings may be longer."""
+    stored = set(page.read_text().splitlines())
+    long = [
+        f"{block.name}: {line}"
+        for block in parse_blocks(page)
+        for line in block.text.splitlines()
+        if len(line) > _COLUMNS and (block.language != "text" or line in stored)
+    ]
     assert not long, "continue a command on the next line with a backslash"
 
 

@@ -25,7 +25,7 @@ def test_the_names_stand_for_settings(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["method={name: local, personal: [model]}"], "method: local has no options. Write method=local"),
+        (["method={personal: [model], name: local}"], "method: local has no options. Write method=local"),
         (
             ["method=centralised", "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10}}"],
             "have parts or sites",

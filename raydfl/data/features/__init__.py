@@ -14,7 +14,7 @@ from raydfl.data.features.kinds import AnyFeatures, kind_of
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, LEAST_SQUARES, NEUTRAL, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
-from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures, find_networks
 from raydfl.data.features.statistics import z_scores
 from raydfl.data.features.wave import BY_TRAINING_CLIPS, EPSILON
 
@@ -39,6 +39,7 @@ __all__ = [
     "RunChunks",
     "SpeechEmbeddingFeatures",
     "WaveFeatures",
+    "find_networks",
     "kind_of",
     "needs_waves",
     "z_scores",

@@ -35,7 +35,7 @@ from raydfl.data.features.wave import Channel, Dtype
 MEAN, DEVIATION = 7.5, 16.0
 PADDING = 6_400
 """Samples of silence before and after a clip."""
-STEP, WINDOW, HOP = 8, 76, 160
+_STEP, _WINDOW, _HOP = 8, 76, 160
 """Frames of mel between two windows, frames of mel in a window, and samples between frames of mel."""
 _CONTENT = {
     "melspectrogram": "ba2b0e0f8b7b875369a2c89cb13360ff53bac436f2895cced9f479fa65eb176f",
@@ -64,6 +64,12 @@ class SpeechEmbeddingFeatures(Settings):
     frames: ClassVar[int | None] = None
     normalise: ClassVar[Literal["none"]] = "none"
     title: ClassVar[str] = "Google's speech embedding"
+    padding: ClassVar[int] = PADDING
+    step: ClassVar[int] = _STEP
+    window: ClassVar[int] = _WINDOW
+    hop: ClassVar[int] = _HOP
+    mean: ClassVar[float] = MEAN
+    deviation: ClassVar[float] = DEVIATION
 
     @property
     def samples(self) -> int | None:
@@ -75,8 +81,8 @@ class SpeechEmbeddingFeatures(Settings):
         samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
         if self.samples is not None:
             samples = np.minimum(samples, self.samples)
-        mel = -(-(samples + 2 * PADDING) // HOP) - 3
-        frames: np.ndarray = (mel - WINDOW) // STEP + 1
+        mel = -(-(samples + 2 * PADDING) // _HOP) - 3
+        frames: np.ndarray = (mel - _WINDOW) // _STEP + 1
         return frames
 
     def key(self) -> dict[str, Any]:
@@ -86,13 +92,13 @@ class SpeechEmbeddingFeatures(Settings):
     def describe(self) -> dict[str, Any]:
         """Describe the computation for programs that use an exported model."""
         files = {f"openwakeword/resources/models/{name}.onnx": f"sha256 {digest}" for name, digest in _CONTENT.items()}
-        mel = {"window": WINDOW, "step": STEP, "formula": "x / 10 + 2"}
+        mel = {"window": _WINDOW, "step": _STEP, "formula": "x / 10 + 2"}
         return {"files": files, "padding_samples": PADDING, "mel": mel, "mean": MEAN, "deviation": DEVIATION}
 
 
 def cut_windows(mel: np.ndarray) -> np.ndarray:
     """Cut windows of 76 frames every 8 frames: float32 [windows, 76, 32, 1] from float32 [frames, 32]."""
-    windows = np.lib.stride_tricks.sliding_window_view(mel, WINDOW, axis=0)[::STEP]
+    windows = np.lib.stride_tricks.sliding_window_view(mel, _WINDOW, axis=0)[::_STEP]
     return np.ascontiguousarray(windows.transpose(0, 2, 1)[..., None], np.float32)
 
 

@@ -4,8 +4,8 @@ The development set, from MIMII DG and ToyADMOS2+, with its official split. Late
 ``noAttribute`` for empty attributes. Columns are those of ``mimii_dg``. The evaluation set's test files have neither domain nor
 condition. They are not listed; ``raydfl predict`` scores them (docs/objectives.md#a-submission-to-dcase).
 
-    raydfl data info jobs/tiny.yaml objective='{name: compact, normal: [normal]}' \
-      data='{name: dcase2023_task2, root: PATH/TO/dcase2023_task2, machines: [bearing], split: {validation: 0}}'
+    raydfl data info jobs/tiny.yaml data='{name: dcase2023_task2, root: PATH/TO/dcase2023_task2,
+      machines: [bearing], split: {validation: 0}}' objective='{name: compact, normal: [normal]}'
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ number, the word and the take, so a clip's samples depend neither on the process
 ``_silence_`` with only the noise of a speaker's room. ``label="language"`` makes the spoken language the class.
 
     raydfl data info jobs/tiny.yaml data='{name: spoken_words, speakers: 60,
-      words: [hallo, danke, bitte], languages: [de], clips: 900, partition: {minimum: 5, smaller: drop}}'
+      words: [hallo, danke, bitte], languages: [de], clips: 900,
+      partition: {minimum: 5, smaller: drop}}'
     raydfl data info jobs/tiny.yaml data='{name: spoken_words, speakers: 30, words: [computer, radio],
       languages: [en-us, de, fr, es, it, ru], label: language}'
     raydfl data info jobs/tiny.yaml data='{name: spoken_words, speakers: 20, words: speech_commands_12,

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from onnx import numpy_helper, version_converter
 from torch import Tensor, nn
 
-from raydfl.data.features import SpeechEmbeddingFeatures
+from raydfl.data.features import SpeechEmbeddingFeatures, find_networks
 from raydfl.data.features.front_ends import smaller, take
-from raydfl.data.features.speech_embedding import DEVIATION, HOP, MEAN, PADDING, STEP, WINDOW, find_networks
 
 NAME = "Embedding"
 """Name of the placeholder node for the network."""
@@ -35,7 +34,7 @@ class TraceableEmbedding(nn.Module):
 
     def __init__(self, settings: SpeechEmbeddingFeatures) -> None:
         super().__init__()
-        self.samples = settings.samples
+        self.settings = settings
         tensors = {entry.name: entry for entry in onnx.load(find_networks()["melspectrogram"]).graph.initializer}
         for name, key in (
             ("real", "0.stft.conv_real.weight"),
@@ -46,21 +45,21 @@ class TraceableEmbedding(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         """Return the frames of recordings, float32 [batch, frames, 96]."""
-        mel = self.compute_mel(samples) / 10 + 2
-        count = (mel.shape[1] - WINDOW) // STEP + 1
-        places = (torch.arange(count) * STEP).unsqueeze(1) + torch.arange(WINDOW)
-        windows = mel.index_select(1, places.flatten()).reshape(-1, WINDOW, mel.shape[2], 1)
+        mel, window, step = self.compute_mel(samples) / 10 + 2, self.settings.window, self.settings.step
+        count = (mel.shape[1] - window) // step + 1
+        places = (torch.arange(count) * step).unsqueeze(1) + torch.arange(window)
+        windows = mel.index_select(1, places.flatten()).reshape(-1, window, mel.shape[2], 1)
         shape = (windows.shape[0], 1, 1, 96)
         values = torch.onnx.ops.symbolic(f"raydfl::{NAME}", (windows,), dtype=mel.dtype, shape=shape, version=1)
-        return (values.reshape(mel.shape[0], count, 96) - MEAN) / DEVIATION
+        return (values.reshape(mel.shape[0], count, 96) - self.settings.mean) / self.settings.deviation
 
     def compute_mel(self, samples: Tensor) -> Tensor:
         """Compute mel spectrograms in dB, float32 [batch, frames, 32]."""
-        if self.samples is not None:
-            samples = take(samples, 0, smaller(samples.shape[1], self.samples))
-        silence = samples.new_zeros(samples.shape[0], PADDING)
+        if self.settings.samples is not None:
+            samples = take(samples, 0, smaller(samples.shape[1], self.settings.samples))
+        silence = samples.new_zeros(samples.shape[0], self.settings.padding)
         wave = torch.cat([silence, samples, silence], 1).unsqueeze(1) * 32_767.0
-        power = sum(F.conv1d(wave, weight, stride=HOP).square() for weight in (self.real, self.imaginary))
+        power = sum(F.conv1d(wave, weight, stride=self.settings.hop).square() for weight in (self.real, self.imaginary))
         decibels = (power.transpose(1, 2) @ self.bank).clamp_min(1e-10).log() * 10 / 2.3025851
         return torch.maximum(decibels, decibels.amax((1, 2), keepdim=True) - _QUIET)
 

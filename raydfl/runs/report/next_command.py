@@ -59,6 +59,8 @@ def _choose_cure(run: RunRecord, kinds: Set[str], folder: str, name: str) -> str
         return _rerun(run, folder, "rate", *_scale_rates(run.config, 0.1))
     if "rate too low" in kinds:
         return _rerun(run, folder, "rate", *_scale_rates(run.config, 10.0))
+    if "labels" in kinds and "rising" not in kinds:
+        return _check_data(folder)
     if kinds & {"rising", "loss falls", "few evaluations"}:
         return _train_longer(run, name, 4)
     if "below raw features" in kinds:  # The data suffice.

@@ -9,7 +9,7 @@ above chance and above the share of the most frequent class, and the training di
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
-- ``plateau``: it did not rise, or the run did not learn and its best value is not above guessing by that rise. ``loss falls``: a
+- ``plateau``: it did not rise, or the run did not learn and its last value is not above guessing by that rise. ``loss falls``: a
   plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
 - ``overfitting``: it did not rise, and the held-out loss is above its minimum by :data:`LOSS_RISE` and :data:`LOSS_LEAST`, while
@@ -129,7 +129,8 @@ def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
             kind, text = "below raw features", "Raw features without training score higher"
         yield Problem(kind, f"{mark}{text} ({score.raw_name}, {score.raw:.3f}).", worthless=False)
     if score.clips and score.clips < FEW_TESTED and score.low is not None and score.high is not None:
-        text = f"{score.clips} test clips are few: the interval has {100 * (score.high - score.low):.0f} points. Add test clips."
+        remedy = "Add test clips." if score.split == "test" else "Hold out more clips."
+        text = f"{score.clips} {CLIPS[score.split]} are few: the interval has {100 * (score.high - score.low):.0f} points. {remedy}"
         yield Problem("few test clips", mark + text, worthless=False)
     matrix, names = find_confusion(run, (score.split, score.metric)), run.classes_of(score.metric)
     if matrix is not None and len(names) == len(matrix):
@@ -235,10 +236,7 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
     is_accuracy = base_name(metric) == "accuracy"
     least = LOSS_LEAST * math.log(max(2, len(run.classes_of(metric)))) if is_accuracy else 0.0
     stuck = (
-        learnt is False
-        and shown.share
-        and score.guessing is not None
-        and values.trained.max() < scale * score.guessing + rise
+        learnt is False and shown.share and score.guessing is not None and values.last < scale * score.guessing + rise
     )
     gain = None if stuck else _gain(values, rise, sign)  # Scores near guessing vary by chance.
     lost = float((sign * values.trained).max() - (sign * values.trained[-3:]).max())
@@ -362,7 +360,7 @@ def _check_groups(run: RunRecord) -> Iterator[Problem]:
     if (
         get_path(run.config, "data.split.test.by") == "clip"
         and partition.get("by") == "group"
-        and not partition["column"]
+        and not partition.get("column")
     ):
         text = (
             "The test clips are from the clients' own groups, so the score does not hold for new speakers or devices. Hold out "
