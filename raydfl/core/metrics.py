@@ -197,7 +197,7 @@ def _mean_over_clips(
 
 def count_edits(truth: Sequence[object], answer: Sequence[object]) -> int:
     """Count the substitutions, deletions and insertions from a sequence to an answer (Levenshtein distance)."""
-    row = [*range(len(answer) + 1)]
+    row: list[int] = [*range(len(answer) + 1)]
     for number, unit in enumerate(truth, 1):
         diagonal, row[0] = row[0], number
         for place, other in enumerate(answer, 1):

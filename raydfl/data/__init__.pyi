@@ -15,8 +15,6 @@ from raydfl.data.examples import Examples as Examples
 from raydfl.data.examples import Frames as Frames
 from raydfl.data.images import read_image as read_image
 from raydfl.data.imports import import_recordings as import_recordings
-from raydfl.data.label_sequences import join_units as join_units
-from raydfl.data.label_sequences import split_sequences as split_sequences
 from raydfl.data.manifest import escape_path as escape_path
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import read_remarks as read_remarks
@@ -38,6 +36,8 @@ from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import check_share as check_share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
 from raydfl.data.steps.dealing import PartitionSettings as PartitionSettings
+from raydfl.data.steps.label_sequences import join_units as join_units
+from raydfl.data.steps.label_sequences import split_sequences as split_sequences
 from raydfl.data.steps.leave_out import exclude_labels as exclude_labels
 from raydfl.data.steps.listing import LABELLED as LABELLED
 from raydfl.data.steps.listing import NO_LABEL as NO_LABEL

@@ -16,13 +16,13 @@ from raydfl.core.users_code import naming_failures
 from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
 from raydfl.data.features.extraction import RunChunks
-from raydfl.data.label_sequences import find_rarest_units, split_sequences
 from raydfl.data.manifest import read_remarks
 from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings, qualify_error
 from raydfl.data.steps.corrupt import corrupt, remove_views
+from raydfl.data.steps.label_sequences import find_rarest_units, split_sequences
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import (
     MAIN_UNIT,
@@ -151,7 +151,8 @@ def assign_clips(
         steps["split"] = steps["hold_out"] = lambda tables: tables  # the user's table has assigned the roles
     for name, step in steps.items():
         tables = step(tables)
-        if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is data.label_sequences is None:
+        by_class = data.label_sets is None and data.label_sequences is None
+        if name == "partition" and learnt and data.unseen == "stop" and by_class:
             check_classes(tables, listed, usable)
         if name == last:
             break

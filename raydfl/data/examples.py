@@ -210,7 +210,8 @@ class Examples:
             int64 [n]; multi-hot float32 [n, classes] with :attr:`sets`; int64 [n, longest] with :attr:`sequences`.
         """
         if self.sequences is not None:
-            return self.sequences[labels].astype(np.int64)
+            found: np.ndarray = self.sequences[labels].astype(np.int64)
+            return found
         return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
 
     @classmethod

@@ -13,10 +13,10 @@ import numpy as np
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.examples import Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
-from raydfl.data.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.label_sets import split_labels
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard
+from raydfl.data.steps.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.tables import POOLED, Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
 

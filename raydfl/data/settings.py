@@ -26,13 +26,13 @@ from raydfl.data.dataset import find_dataset
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, make_features
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.label_sequences import LabelSequenceSettings
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.source import Source
 from raydfl.data.steps.corrupt import CorruptSettings
 from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.label_sequences import LabelSequenceSettings
 from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings, check_pool_names
 from raydfl.data.steps.profile import KNOWN, ProfileSettings

@@ -122,7 +122,8 @@ class SSAST(nn.Module):
         kernel, stride = self.patch_embed.kernel_size[0], self.patch_embed.stride[0]
         counts = torch.full_like(x[:, 0, 0], x.shape[1], dtype=torch.int64) if lengths is None else lengths
         valid = torch.div(counts - kernel, stride, rounding_mode="floor") + 1
-        return self._compute_patches(x).unflatten(1, self.grid).mean(dim=2), valid.clamp(1, self.grid[0])
+        patches = self._compute_patches(x)
+        return patches.reshape(x.shape[0], *self.grid, -1).mean(dim=2), valid.clamp(1, self.grid[0])
 
     def _compute_patches(self, x: Tensor) -> Tensor:
         """Compute the patch tokens after the last block, first in time and then in bands: float32 [batch, patches, embedding]."""

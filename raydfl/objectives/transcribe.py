@@ -128,7 +128,7 @@ def _compute_log_probabilities(network: nn.Module, x: Tensor, lengths: Tensor | 
     A certain blank changes neither the loss nor the answer, so all clips of a batch may count as equally long.
     """
     frames, count = cast(Any, network).frames(x, lengths)
-    values = cast(Any, network).head(frames).float().log_softmax(dim=2)
+    values: Tensor = cast(Any, network).head(frames).float().log_softmax(dim=2)
     if count is None:
         return values
     valid = torch.arange(values.shape[1], device=values.device) < count.unsqueeze(1)

@@ -136,7 +136,7 @@ def fit_private(call: FitCall, trainable: Mapping[str, Mapping[str, Tensor]]) ->
         if settings.noise:
             noise = torch.from_numpy(task.key.normals(number, "noise", size)).to(step.device)
             total += settings.noise * settings.clip * noise
-        gradients = (total / expected).float().split([parameter.numel() for parameter in parameters.values()])
+        gradients = torch.split((total / expected).float(), [parameter.numel() for parameter in parameters.values()])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient.view(parameter.shape)
         optimiser.advance()
@@ -232,8 +232,8 @@ def _compute_batched(call: FitCall, batch: Batch, seeds: Tensor, parameters: Map
             name.replace("/.", "/", 1): leaf for tensors in group.leaves.values() for name, leaf in tensors.items()
         }
         gradients = {
-            name: torch.zeros_like(leaves[name]) if leaves[name].grad is None else leaves[name].grad
-            for name in parameters
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in ((name, leaves[name]) for name in parameters)
         }
         return ExampleGradients(
             values.detach().float(), gradients, {name: report.detach() for name, report in reports.items()}

@@ -13,8 +13,8 @@ from transcripts import TEXTS
 from raydfl.cli.describe import describe_data
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
-from raydfl.data.label_sequences import LabelSequenceSettings, find_rarest_units, split_sequences
 from raydfl.data.population import Population
+from raydfl.data.steps.label_sequences import LabelSequenceSettings, find_rarest_units, split_sequences
 from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]

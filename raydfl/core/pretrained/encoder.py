@@ -126,7 +126,9 @@ def average_bands(tokens: Tensor, bands: int) -> Tensor:
     Returns:
         float32 [batch, times, width].
     """
-    return tokens[:, _OWN_TOKENS:].unflatten(1, (bands, -1)).mean(dim=1)
+    patches = tokens[:, _OWN_TOKENS:]
+    mean: Tensor = patches.reshape(patches.shape[0], bands, -1, patches.shape[-1]).mean(dim=1)
+    return mean
 
 
 def lengths_to_mask(count: Tensor, size: int) -> Tensor:

@@ -18,7 +18,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
 from raydfl.data.client_ids import to_numbers
-from raydfl.data.label_sequences import END, LabelSequenceSettings, replace_units, split_sequences
+from raydfl.data.steps.label_sequences import END, LabelSequenceSettings, replace_units, split_sequences
 from raydfl.data.steps.listing import Assignment, set_columns
 from raydfl.data.tables import encode
 

@@ -59,7 +59,8 @@ class TraceableEmbedding(nn.Module):
             samples = take(samples, 0, smaller(samples.shape[1], self.settings.samples))
         silence = samples.new_zeros(samples.shape[0], self.settings.padding)
         wave = torch.cat([silence, samples, silence], 1).unsqueeze(1) * 32_767.0
-        power = sum(F.conv1d(wave, weight, stride=self.settings.hop).square() for weight in (self.real, self.imaginary))
+        hop = self.settings.hop
+        power = F.conv1d(wave, self.real, stride=hop).square() + F.conv1d(wave, self.imaginary, stride=hop).square()
         decibels = (power.transpose(1, 2) @ self.bank).clamp_min(1e-10).log() * 10 / 2.3025851
         return torch.maximum(decibels, decibels.amax((1, 2), keepdim=True) - _QUIET)
 

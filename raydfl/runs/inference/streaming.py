@@ -127,12 +127,14 @@ class Streaming(nn.Module):
     def _count_frames(self, samples: Tensor) -> Tensor:
         """Return the number of frames of a recording."""
         past = samples if self.front_end.centred else (samples - len(self.front_end.window)).clamp_min(0)
-        return past // self.front_end.hop + 1
+        count: Tensor = past // self.front_end.hop + 1
+        return count
 
     def _count_final_frames(self, samples: Tensor) -> Tensor:
         """Return the number of frames that later samples cannot change."""
         hop = self.front_end.hop
-        return (samples - self.needed + hop).clamp_min(0) // hop
+        count: Tensor = (samples - self.needed + hop).clamp_min(0) // hop
+        return count
 
     def _count_final_steps(self, frames: Tensor) -> Tensor:
         """Return the number of GRU steps that later frames cannot change."""

@@ -144,9 +144,9 @@ class StackedBatches:
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         filled = real.astype(np.float32)
-        for client, plan in enumerate(plans if weights is not None else ()):
-            for step, index in enumerate(plan):
-                filled[step, client, : len(index)] = weights[client][index]
+        for client, own in enumerate(weights or ()):
+            for step, index in enumerate(plans[client]):
+                filled[step, client, : len(index)] = own[index]
         self._weights, self._weighted = torch.from_numpy(filled).to(device), weights is not None
         self._views = {
             name: _StackedView([source.views[name] for source in examples], plans, real.shape, device, seeds, first)

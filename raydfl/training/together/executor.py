@@ -85,13 +85,13 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
             ]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
             group = StackedClients([steps[i] for i in order], list(first.models), tuple(call.models))
-            weights = [find_weights(steps[i], data[i]) for i in order]
+            weights = [own for i in order if (own := find_weights(steps[i], data[i])) is not None]
             batches = StackedBatches(
                 [data[i] for i in order],
                 [plans[i] for i in order],
                 first.device,
                 [seeds[i] for i in order],
-                weights=None if weights[0] is None else weights,
+                weights=weights or None,
             )
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
             check_kind(group, kind, losses, batches.batch(0), seed)
