@@ -52,6 +52,7 @@ CONFIGURATIONS = {
         *("train.clients={}", "evaluate.fine_tune={epochs: 1}"),
     ],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
+    "transcripts": ["data.label_sequences={}", "objective=transcribe"],
     "as published": ["data.split={test: null, as_published: true}"],
     "phases": [
         "method=modality_mirror",

@@ -20,7 +20,8 @@ leave it out with ``leave_out: [_silence_]`` (docs/data.md#which-clips).
 The test archive as a set of its own:
 
     raydfl data info jobs/tiny.yaml data='{name: speech_commands,
-      root: PATH/TO/speech_commands_test_set_v0.02, ungrouped: deal, split: {test: {by: group, fraction: 0.2}}}'
+      root: PATH/TO/speech_commands_test_set_v0.02, ungrouped: deal,
+      split: {test: {by: group, fraction: 0.2}}}'
 """
 
 from __future__ import annotations

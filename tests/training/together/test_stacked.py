@@ -81,7 +81,7 @@ def test_a_single_client_on_a_device_has_the_same_batches(lengths: bool) -> None
     device = type("Device", (), {"type": "elsewhere"})()
     step.rng, step.device = np.random.default_rng(7), device  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "StackedBatches", lambda e, p, *_: stack_on_device(e, p))
+        patch.setattr(train, "StackedBatches", lambda e, p, *_, **__: stack_on_device(e, p))
         batches = list(train._batches(step, step.data.train, None, 1, 0))
     assert len(batches) == len(expected) == 3
     for batch, reference in zip(batches, expected, strict=True):

@@ -62,7 +62,9 @@ def gpu_operations(monkeypatch: pytest.MonkeyPatch) -> Operations:
 
         return run
 
-    monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, *_: stack_on_device(examples, plans))
+    monkeypatch.setattr(
+        vectorised, "StackedBatches", lambda examples, plans, *_, **__: stack_on_device(examples, plans)
+    )
     monkeypatch.setattr(vectorised, "_run_steps", count(vectorised._run_steps))
     return operations
 

@@ -1,6 +1,6 @@
 """Draw the figures of docs/start.md from the runs of its ten steps.
 
-python benchmarks/story.py FOLDER OUT
+python docs/draw_story.py FOLDER OUT
 
 FOLDER has the runs ``runs/mine``, with its references, and ``runs/better``. The figures are written into OUT:
 
@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
-
 import raydfl
+from matplotlib.figure import Figure
 
 METRIC = "test model/accuracy"
 RUNS = {
@@ -42,7 +41,13 @@ def draw_curves(runs: dict[str, raydfl.Result]) -> Figure:
         axes.plot(curve.index, curve, marker="o", markersize=4, label=name)
     score = runs["federation"].verdict.scores[0]
     axes.axhline(score.raw, color="grey", linestyle=":", label=f"raw features ({score.raw_name})")
-    axes.axhline(score.guessing, color="black", linestyle="--", linewidth=1, label=f"always {score.majority_class!r}")
+    axes.axhline(
+        score.guessing,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"always {score.majority_class!r}",
+    )
     axes.set_xticks(runs["federation"].history[METRIC].dropna().index)
     axes.set(xlabel="round", ylabel="accuracy of unseen speakers", ylim=(0, 1.03))
     axes.legend(fontsize=8, loc="lower right")
@@ -55,14 +60,24 @@ def draw_scores(runs: dict[str, raydfl.Result]) -> Figure:
     axes = figure.subplots()
     scores = {name: result.verdict.scores[0] for name, result in runs.items()}
     for place, (name, score) in enumerate(reversed(scores.items())):
-        axes.plot([score.low, score.high], [place, place], linewidth=5, alpha=0.4, solid_capstyle="butt")
+        axes.plot(
+            [score.low, score.high], [place, place], linewidth=5, alpha=0.4, solid_capstyle="butt"
+        )
         axes.plot(score.value, place, marker="o", color="black", markersize=5)
         axes.annotate(
-            f"{score.value:.2f}", (score.value, place), (0, 6), textcoords="offset points", ha="center", size=8
+            f"{score.value:.2f}",
+            (score.value, place),
+            (0, 6),
+            textcoords="offset points",
+            ha="center",
+            size=8,
         )
-        print(f"{name}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}] on {score.clips} clips")
     axes.axvline(scores["federation"].guessing, color="black", linestyle="--", linewidth=1)
-    axes.set(xlabel="accuracy with its 95 % interval; dashed: guessing", xlim=(0, 1.03), ylim=(-0.6, len(scores) - 0.3))
+    axes.set(
+        xlabel="accuracy with its 95 % interval; dashed: guessing",
+        xlim=(0, 1.03),
+        ylim=(-0.6, len(scores) - 0.3),
+    )
     axes.set_yticks(range(len(scores)), [*reversed(scores)])
     return figure
 
