@@ -59,7 +59,7 @@ def draw_scores(runs: dict[str, raydfl.Result]) -> Figure:
     figure = Figure((WIDTH, 0.6 * HEIGHT), layout="constrained")
     axes = figure.subplots()
     scores = {name: result.verdict.scores[0] for name, result in runs.items()}
-    for place, (name, score) in enumerate(reversed(scores.items())):
+    for place, score in enumerate(reversed(scores.values())):
         axes.plot(
             [score.low, score.high], [place, place], linewidth=5, alpha=0.4, solid_capstyle="butt"
         )
