@@ -201,7 +201,7 @@ def data_fleet(
     from raydfl.data import start_reader
 
     start_reader()
-    from raydfl.data import build_population
+    from raydfl.data import build_population  # PyTorch takes seconds, and the reader starts meanwhile
     from raydfl.engine import forecast_steps, load_config
 
     config = load_config(file, overrides or [])
@@ -213,7 +213,7 @@ def data_fleet(
         population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
     forecast = forecast_steps(config, population)
     if out is not None:
-        from raydfl.runs.report import plot_fleet
+        from raydfl.runs.report import plot_fleet  # Matplotlib takes a second
 
         with explain_write_errors(out):
             plot_fleet(forecast, out)

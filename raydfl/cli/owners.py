@@ -24,7 +24,7 @@ _INNER = "^(?P<group>[^/]+)/"
 _PREFIX = "^(?P<group>[^/_-]+)[_-][^/]*$"
 """Value of ``data.group_pattern`` for owners at the beginning of the files' names."""
 _DENSE = 0.5
-"""Smallest fraction of the possible pairs of folders, if one level has the owners and the other the classes."""
+"""Smallest fraction of existing folders among all pairs of an owner and a class."""
 _NAMED = 3
 
 

@@ -11,10 +11,10 @@ from raydfl.training import TrainSettings
 
 
 def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, components: Components) -> None:
-    """Reject settings that asynchronous training in virtual time does not support, or that need it.
+    """Reject settings in conflict with ``train.fleet``, and settings without effect when it is off.
 
     Raises:
-        ConfigError: Another setting excludes ``train.fleet``, or needs it. The message names that setting.
+        ConfigError: The message names the setting and the remedy.
     """
     if train.fleet is None:
         if run.stop is not None and run.stop.seconds is not None:
@@ -36,7 +36,7 @@ def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, compon
         reason = "train.groups trains several states. Set train.groups to none"
     elif train.fleet.mix == "model" and type(components.rule) not in {WeightedMean, UniformMean}:
         reason = (
-            f"mix=model is the mixing of FedAsync, which averages, and rule {type(components.rule).__name__} is no mean. Set "
+            f"mix=model (FedAsync) needs an average, and rule {type(components.rule).__name__} is no mean. Set "
             f"train.fleet.mix=change"
         )
     elif method.additions:
