@@ -19,6 +19,7 @@ _token.write_text("for-tests-only-0123456789")
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(_token)
 )
+os.environ["RAY_worker_niceness"] = "0"  # by default 15: beside busy tests, the workers of small clusters would starve
 os.environ["XDG_CONFIG_HOME"] = f"{_secrets}/config"  # the list of code that the user has run
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and what is printed would be wrapped
@@ -101,20 +102,27 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
     return configure
 
 
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """Start one local Ray with 4 logical CPUs and a logical GPU for all tests. It never joins a running cluster."""
+@pytest.fixture
+def ray_session() -> None:
+    """Connect to a local Ray with 4 logical CPUs and a logical GPU, common to all tests. It never joins a running cluster."""
     import ray
 
-    ray.init(
-        "local",
-        num_cpus=4,
-        num_gpus=1,
-        include_dashboard=False,
-        object_store_memory=150 * 2**20,
-        log_to_driver=False,
-        logging_level="ERROR",
-        namespace="tests",
-    )
-    yield
+    if not ray.is_initialized():
+        ray.init(
+            "local",
+            num_cpus=4,
+            num_gpus=1,
+            include_dashboard=False,
+            object_store_memory=150 * 2**20,
+            log_to_driver=False,
+            logging_level="ERROR",
+            namespace="tests",
+        )
+
+
+@pytest.fixture
+def no_ray_session() -> None:
+    """End the common Ray. A run in this process would use it, instead of the cluster in its configuration."""
+    import ray
+
     ray.shutdown()

@@ -71,6 +71,7 @@ class Head:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_API_SERVER_ADDRESS": self.dashboard,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             **more,
