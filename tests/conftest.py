@@ -17,9 +17,12 @@ atexit.register(shutil.rmtree, _secrets, ignore_errors=True)
 _token = Path(_secrets) / "token"
 _token.write_text("for-tests-only-0123456789")
 os.environ.update(
-    RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(_token)
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_DEDUP_LOGS="0",
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(_token),
+    RAY_worker_niceness="0",  # by default 15: beside busy tests, the workers of small clusters would starve
 )
-os.environ["RAY_worker_niceness"] = "0"  # by default 15: beside busy tests, the workers of small clusters would starve
 os.environ["XDG_CONFIG_HOME"] = f"{_secrets}/config"  # the list of code that the user has run
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and what is printed would be wrapped

@@ -68,6 +68,8 @@ def _print_clients(mechanism: Any, rounds: int, parameters: int) -> None:
     )
     console.print(
         f"{mechanism.clients} clients, {mechanism.cohort} a round {sampling}, {rounds} rounds, {parameters:,} parameters\n"
+        f"{f'a client takes part in one of {mechanism.rest} rounds' + chr(10) if mechanism.rest > 1 else ''}"
+        f"{f'{mechanism.assumption}, in a run with {mechanism.simulated}' + chr(10) if mechanism.simulated else ''}"
         f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
         markup=False,
     )

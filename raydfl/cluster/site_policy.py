@@ -56,7 +56,7 @@ class SitePolicy(Settings):
     differential_privacy: bool = Field(
         False,
         description="Require differential privacy: the rule gaussian with noise, or train.optimiser.private with "
-        "noise. The server has the key of the noise, so the site trusts it.",
+        "noise, and without privacy.as_if and privacy.key: seed. The server has the key of the noise, so the site trusts it.",
     )
     hours: list[str] = Field(
         default_factory=list,
@@ -120,10 +120,12 @@ class SitePolicy(Settings):
         private = config.train.optimiser.private
         by_clip = private is not None and private.noise > 0
         by_client = options["name"] == "gaussian" and options.get("noise") != 0
-        if self.differential_privacy and not (by_client or by_clip):
+        for_study = config.privacy.as_if is not None or config.privacy.key == "seed"
+        if self.differential_privacy and (for_study or not (by_client or by_clip)):
             raise self.reject(
                 "differential_privacy",
-                "it requires differential privacy, but the run has none",
+                "it requires differential privacy, but the run "
+                + ("is a study without it (privacy.as_if or privacy.key)" if for_study else "has none"),
                 "Set method.rule='{name: gaussian, noise: ...}' (raydfl privacy FILE prints the epsilon of each noise).",
             )
         if self.maximum_rounds is not None and config.train.rounds > self.maximum_rounds:

@@ -54,11 +54,33 @@ class Mechanism:
     noise: float
     """Standard deviation of the noise in the sum, divided by the clipping norm."""
     delta: float
+    rest: int = 1
+    """Groups of clients that take turns (``train.clients.rest``)."""
+    simulated: int = 0
+    """Clients in a round of the run that simulates this mechanism with fewer clients (``privacy.as_if``); 0: no simulation."""
 
     @property
     def neighbours(self) -> str:
         """Neighbouring data sets of the guarantee."""
-        return "adding or removing one client" if self.draw == "poisson" else "replacing the data of one client"
+        if self.draw == "fixed":
+            return "replacing the data of one client"
+        # With turns, a new client would move others to other groups.
+        return "adding or removing " + ("one client" if self.rest == 1 else "the data of one client in the list")
+
+    @property
+    def assumption(self) -> str:
+        """Mark of a guarantee for other numbers of clients than the run's; empty: for those of the run."""
+        return f"as if {self.cohort:,} of {self.clients:,} clients took part in a round" if self.simulated else ""
+
+    @property
+    def run_cohort(self) -> int:
+        """Number of clients by which the run divides its sum."""
+        return self.simulated or self.cohort
+
+    @property
+    def run_noise(self) -> float:
+        """Noise multiplier in the run's sum. Divided by its cohort, the noise is that of the mechanism's mean."""
+        return self.noise * self.simulated / self.cohort if self.simulated else self.noise
 
     def compute_epsilon(self, rounds: int) -> float:
         """Compute epsilon after a number of rounds: 0 for no round, infinite without noise.
@@ -69,7 +91,7 @@ class Mechanism:
         if not rounds or not self.noise:
             return math.inf if rounds else 0.0
         check_library()
-        return _compute_epsilon(self, rounds)
+        return _compute_epsilon(self, -(-rounds // self.rest))
 
     def count_rounds(self, epsilon: float, most: int) -> int:
         """Count the rounds up to a limit of epsilon, at most ``most``."""
@@ -125,17 +147,18 @@ def _start_search(mechanism: Mechanism, epsilon: float, rounds: int) -> float:
     low, high = 0.05, 1e4
     while high > 1.05 * low:
         middle = math.sqrt(low * high)
-        enough = _compute_renyi(mechanism, middle, rounds, range(2, 65)) <= epsilon
+        enough = _compute_renyi(mechanism, middle, -(-rounds // mechanism.rest), range(2, 65)) <= epsilon
         low, high = (low, middle) if enough else (middle, high)
     return high
 
 
 @functools.lru_cache(4096)
-def _compute_epsilon(mechanism: Mechanism, rounds: int) -> float:
+def _compute_epsilon(mechanism: Mechanism, turns: int) -> float:
+    """Compute epsilon after a number of rounds in which a client's group has its turn."""
     if mechanism.draw == "fixed":
-        return _compute_renyi(mechanism, mechanism.noise, rounds)
-    loss = _make_loss(mechanism.noise, mechanism.cohort / mechanism.clients, _INTERVAL)
-    return float(loss.self_compose(rounds).get_epsilon_for_delta(mechanism.delta))
+        return _compute_renyi(mechanism, mechanism.noise, turns)
+    loss = _make_loss(mechanism.noise, mechanism.cohort * mechanism.rest / mechanism.clients, _INTERVAL)
+    return float(loss.self_compose(turns).get_epsilon_for_delta(mechanism.delta))
 
 
 @functools.lru_cache(64)
@@ -148,13 +171,13 @@ def _make_loss(noise: float, share: float, interval: float) -> Any:
     )
 
 
-def _compute_renyi(mechanism: Mechanism, noise: float, rounds: int, orders: range | None = None) -> float:
+def _compute_renyi(mechanism: Mechanism, noise: float, turns: int, orders: range | None = None) -> float:
     """Compute epsilon by the Renyi accountant.
 
     Args:
         mechanism: The mechanism, whose noise does not count.
         noise: Noise multiplier.
-        rounds: Number of rounds.
+        turns: Number of rounds in which a client's group has its turn.
         orders: Orders of the divergence; ``None``: those of dp-accounting.
     """
     import dp_accounting
@@ -164,16 +187,16 @@ def _compute_renyi(mechanism: Mechanism, noise: float, rounds: int, orders: rang
     if mechanism.draw == "poisson":
         relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         event = dp_accounting.PoissonSampledDpEvent(
-            mechanism.cohort / mechanism.clients, dp_accounting.GaussianDpEvent(noise)
+            mechanism.cohort * mechanism.rest / mechanism.clients, dp_accounting.GaussianDpEvent(noise)
         )
     else:
         # A replaced client moves the sum by at most 2 clip, and the event's noise is relative to this distance.
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
         event = dp_accounting.SampledWithoutReplacementDpEvent(
-            mechanism.clients, mechanism.cohort, dp_accounting.GaussianDpEvent(noise / 2)
+            mechanism.clients // mechanism.rest, mechanism.cohort, dp_accounting.GaussianDpEvent(noise / 2)
         )
     accountant = rdp.RdpAccountant(orders, relation)
-    accountant.compose(event, rounds)
+    accountant.compose(event, turns)
     return float(accountant.get_epsilon(mechanism.delta))
 
 

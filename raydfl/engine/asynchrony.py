@@ -16,11 +16,10 @@ import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
-from raydfl.core.sequences import OnDemand
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Ratio, State, Task, Tensors, Update
 from raydfl.engine.assembly import format_value
-from raydfl.engine.clients import Clients
+from raydfl.engine.clients import Available, Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Capacity, InFlight, Start, Step, advance
 from raydfl.engine.hours import Hours
@@ -90,7 +89,7 @@ class StepPlanner:
             free = min(free, self._count_eligible(taken))
             if free <= 0:
                 return []
-            available = _Available(self._clients, taken) if len(taken) else self._clients
+            available = Available(self._clients, taken) if len(taken) else self._clients
             tasks = draw(state, available, rng, free)
             check_tasks(tasks, state.tensors)
             starts = sorted(
@@ -176,37 +175,6 @@ class StepPlanner:
                 f"its duration is positive and finite"
             )
         return seconds
-
-
-class _Available(OnDemand[Client]):
-    """The available clients, created on demand.
-
-    Args:
-        clients: All clients.
-        unavailable: Sorted indices of unavailable clients, int [unavailable].
-    """
-
-    def __init__(self, clients: Clients, unavailable: np.ndarray) -> None:
-        self._clients = clients
-        self._unavailable = unavailable
-        # Number of available clients before each unavailable one
-        self._before = self._unavailable - np.arange(len(unavailable))
-
-    def __len__(self) -> int:
-        return len(self._clients) - len(self._unavailable)
-
-    def item(self, position: int) -> Client:
-        """Return the client at a position among the available ones."""
-        return self._clients[position + int(np.searchsorted(self._before, position, side="right"))]
-
-    @property
-    def draw(self) -> object:
-        """Weights and strata of the available clients; ``None``: uniform sampling."""
-        whole = self._clients.draw
-        if whole is None:
-            return None
-        kept = {name: np.delete(getattr(whole, name), self._unavailable) for name in ("chances", "strata")}
-        return dataclasses.replace(whole, **kept)
 
 
 def _flatten(state: State) -> Callable[[str], FlatTensors]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.data import Population
 from raydfl.engine.assembly import format_value
@@ -83,6 +84,26 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
     if settings.strata is not None:
         strata = column(settings.strata)[1] + 1  # clients with an unknown value (-1) are a stratum too
     return Draw(chances, strata)
+
+
+class Turns:
+    """Groups of clients that take turns (``train.clients.rest``), so that each client takes part in one of ``rest`` rounds.
+
+    Args:
+        eligible: Indices of the eligible clients, int [eligible].
+        clients: Number of all clients.
+        rest: Number of groups. Their sizes differ by at most 1.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, eligible: np.ndarray, clients: int, rest: int, seed: int) -> None:
+        self._rest = rest
+        self._groups = np.full(clients, -1, np.int32)
+        self._groups[seeds.generator(seed, 0, "", "rest").permutation(eligible)] = np.arange(len(eligible)) % rest
+
+    def find_resting(self, round_index: int) -> np.ndarray:
+        """Return the sorted indices of the clients that may not take part after a number of completed rounds, int [clients]."""
+        return np.flatnonzero(self._groups != round_index % self._rest)
 
 
 def _read_weights(name: str, values: Sequence[Any], places: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from raydfl.core.sequences import OnDemand
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data import DataSettings, Population, deal_values
 from raydfl.engine.assembly import format_value, split_view
-from raydfl.engine.client_sampling import Draw, make_draw
+from raydfl.engine.client_sampling import Draw, Turns, make_draw
 from raydfl.engine.config import Config
 from raydfl.models import INIT_FROM
 
@@ -68,6 +69,7 @@ class Clients(OnDemand[Client]):
             self._choices.append(None if drawn is None else _shrink(drawn))
         self._index = functools.lru_cache(_CACHE_SIZE)(population.index)
         self._settings = config.train.clients
+        self._seed = config.run.seed
         self._client = functools.lru_cache(_CACHE_SIZE)(self._make_client)
         self._method = config.components.method
         self._read = self._method.needs.columns
@@ -112,6 +114,16 @@ class Clients(OnDemand[Client]):
     def eligible(self) -> int:
         """Number of clients that may take part in training."""
         return len(self) if self.draw is None else self.draw.eligible
+
+    def find_available(self, round_index: int) -> Clients | Available:
+        """Return the clients whose turn it is after a number of completed rounds (``train.clients.rest``)."""
+        return self if self._turns is None else Available(self, self._turns.find_resting(round_index))
+
+    @functools.cached_property
+    def _turns(self) -> Turns | None:
+        if self.draw is None or self._settings is None or self._settings.rest == 1:
+            return None
+        return Turns(np.flatnonzero(self.draw.chances), len(self), self._settings.rest, self._seed)
 
     def read_column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
         """Return a column of all profiles, including ``data.profile``.
@@ -241,6 +253,42 @@ class _Section(OnDemand[Client]):
     def item(self, position: int) -> Client:
         """Return the client at a position of the section."""
         return self._clients[self._positions[position]]
+
+
+class Available(OnDemand[Client]):
+    """The available clients, created on demand.
+
+    Args:
+        clients: All clients.
+        unavailable: Sorted indices of unavailable clients, int [unavailable].
+    """
+
+    def __init__(self, clients: Clients, unavailable: np.ndarray) -> None:
+        self._clients = clients
+        self._unavailable = unavailable
+        # Number of available clients before each unavailable one
+        self._before = self._unavailable - np.arange(len(unavailable))
+
+    def __len__(self) -> int:
+        return len(self._clients) - len(self._unavailable)
+
+    def item(self, position: int) -> Client:
+        """Return the client at a position among the available ones."""
+        return self._clients[position + int(np.searchsorted(self._before, position, side="right"))]
+
+    def has(self, index: int) -> bool:
+        """Return whether a client is available, by its index among all clients."""
+        place = int(np.searchsorted(self._unavailable, index))
+        return place == len(self._unavailable) or int(self._unavailable[place]) != index
+
+    @property
+    def draw(self) -> Draw | None:
+        """Weights and strata of the available clients; ``None``: uniform sampling."""
+        whole = self._clients.draw
+        if whole is None:
+            return None
+        kept = {name: np.delete(getattr(whole, name), self._unavailable) for name in ("chances", "strata")}
+        return dataclasses.replace(whole, **kept)
 
 
 def _shrink(places: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     },
     ("attack",): None,
     ("privacy",): PrivacySettings().model_dump(mode="json"),
+    ("privacy", "as_if"): None,
     ("objective", "average"): "probabilities",
     ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
@@ -182,8 +183,9 @@ def _drop_neutral(values: dict[str, Any], only: str = "") -> None:
     _drop_neutral_of_pools(values["data"])
     _drop_null_others(values["data"]["split"])
     clients = values.get("train", {}).get("clients")
-    if clients is not None and clients.get("draw") == "fixed":
-        del clients["draw"]
+    for key, neutral in {"draw": "fixed", "rest": 1}.items():
+        if clients is not None and clients.get(key) == neutral:
+            del clients[key]
 
 
 def _drop_neutral_of_pools(data: dict[str, Any]) -> None:

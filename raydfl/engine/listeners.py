@@ -24,7 +24,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.example_privacy import STEPS, PrivateExamples, describe_examples
 from raydfl.engine.fleet import InFlight
 from raydfl.engine.pool import Pool
-from raydfl.engine.privacy import STUDY, PrivateRun
+from raydfl.engine.privacy import STUDY, PrivateRun, list_warnings
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.settings import RunSettings
 from raydfl.engine.storage.committer import Committer
@@ -93,8 +93,9 @@ class PrivacyBudget:
         report.withheld, ended = not self._private.outside, self._private.explain_end(report.round)
         if done.evaluated or ended:
             epsilon = self._private.mechanism.compute_epsilon(report.round)
-            report.privacy = f"epsilon {epsilon:.3g}{'' if self._private.secret else f' ({STUDY})'}"
-            done.measured.add_fact("privacy/epsilon", epsilon, self._private.describe(report.round, epsilon))
+            warnings = "; ".join(list_warnings(self._private.mechanism, self._private.secret))
+            report.privacy = f"epsilon {epsilon:.3g}{f' ({warnings})' if warnings else ''}"
+            done.measured.add_fact(self._private.metric, epsilon, self._private.describe(report.round, epsilon))
         return _end_training(done, checkpoint, ended)
 
 

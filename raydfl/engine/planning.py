@@ -9,13 +9,14 @@ from types import MappingProxyType
 import numpy as np
 
 from raydfl.core import seeds
+from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Client, State, Task
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.asynchrony import StepPlanner
 from raydfl.engine.blocks import make_blocks
-from raydfl.engine.clients import Clients
+from raydfl.engine.clients import Available, Clients
 from raydfl.engine.config import Config
 from raydfl.engine.example_privacy import PrivateExamples
 from raydfl.engine.fleet import Step
@@ -76,10 +77,13 @@ class RoundPlanner:
             step = self._steps.plan(state, checkpoint.in_flight, self._draw_tasks)
             staleness = {f.start.task.client_id: state.round_index - f.version for f in step.arrivals}
             return self.make_orders(checkpoint, [f.start.task for f in step.arrivals], None, staleness), step
-        cohort = self._draw_size(state) if drawn else self._cohorts[state.phase]
+        clients = self._clients.find_available(state.round_index)
+        cohort = self._draw_size(state, clients) if drawn else self._cohorts[state.phase]
         if not cohort:
             return [], None
-        tasks = self._draw_tasks(state, self._clients, self._make_generator(state, "plan"), cohort)
+        tasks = self._draw_tasks(state, clients, self._make_generator(state, "plan"), cohort)
+        if isinstance(clients, Available):
+            self._check_rested(tasks, clients, state.round_index)
         if self._private is not None:
             self._private.check_plan(len(tasks), cohort, self._config.method["name"])
         return self.make_orders(checkpoint, tasks, None), None
@@ -93,15 +97,33 @@ class RoundPlanner:
             check_take_part(tasks, self._clients, number, self._config.method["name"])
         return tasks
 
-    def _draw_size(self, state: State) -> int:
+    def _check_rested(self, tasks: Sequence[Task], available: Available, round_index: int) -> None:
+        """Reject tasks of clients whose turn it is not (``train.clients.rest``).
+
+        Raises:
+            ConfigError: The method plans such a client.
+        """
+        for task in tasks:
+            if not available.has(self._clients.index_of(task.client_id)):
+                raise ConfigError(
+                    f"train.clients.rest: method {self._config.method['name']!r} plans client {task.client_id!r}, which rests in "
+                    f"round {round_index + 1}. Draw from the given clients in plan(), or set train.clients.rest=1"
+                )
+
+    def _draw_size(self, state: State, clients: Clients | Available) -> int:
         """Draw the number of clients in the next round.
 
         With Poisson sampling the number is binomial, and all subsets of this size are equally likely.
+
+        Args:
+            state: State before the round.
+            clients: Clients whose turn it is.
         """
-        cohort, clients = self._cohorts[state.phase], self._clients.eligible
-        if self._config.train.draw == "fixed":
+        cohort, settings = self._cohorts[state.phase], self._config.train.clients
+        if settings is None or settings.draw == "fixed" or clients.draw is None:
             return cohort
-        return int(self._make_generator(state, "draw").binomial(clients, cohort / clients))
+        chance = cohort * settings.rest / self._clients.eligible
+        return int(self._make_generator(state, "draw").binomial(clients.draw.eligible, chance))
 
     def _make_generator(self, state: State, purpose: str) -> np.random.Generator:
         """Return the generator of a draw in the next round. The cohorts of a private run are secret."""

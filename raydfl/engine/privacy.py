@@ -17,6 +17,7 @@ from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failure
 from raydfl.core.noise_key import NoiseKey
 from raydfl.core.types import Metrics, Ratio, State, Update
 from raydfl.engine.accounting import Mechanism, check_library
+from raydfl.engine.banded_noise import BandedNoise
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.initial_state import make_initial_state
@@ -44,9 +45,12 @@ def plan_mechanism(config: Config, clients: int) -> Mechanism:
     """
     check_library()
     rule, settings = cast(Gaussian, config.components.rule), config.privacy
-    cohort, draw = config.train.cohort_size(clients), config.train.draw
+    cohort, simulated, stated = config.train.cohort_size(clients), 0, settings.as_if
+    if stated is not None:
+        clients, cohort, simulated = stated.clients, stated.cohort, cohort
     delta = float(max(clients, 2) ** -1.1) if settings.delta is None else settings.delta
-    mechanism = Mechanism(clients, cohort, draw, rule.noise or 0.0, delta)
+    rest = 1 if config.train.clients is None else config.train.clients.rest
+    mechanism = Mechanism(clients, cohort, config.train.draw, rule.noise or 0.0, delta, rest, simulated)
     if rule.epsilon is not None:
         mechanism = mechanism.calibrate(rule.epsilon, config.train.rounds)
     rule.split_noise(mechanism.noise, cohort)  # rejects too little noise in an adaptive clip
@@ -71,11 +75,16 @@ def count_parameters(config: Config, clients: Clients) -> int:
 
 def describe_epsilon(mechanism: Mechanism, rounds: int, epsilon: float, secret: bool) -> str:
     """Describe a guarantee in words: ``epsilon 1.99 (delta 0.0111, by adding or removing one client) after 100 rounds``."""
-    mark = "" if secret else f"; {STUDY}"
+    mark = "".join(f"; {text}" for text in list_warnings(mechanism, secret))
     return (
         f"epsilon {epsilon:.3g} (delta {mechanism.delta:.3g}, {mechanism.neighbours}) after {rounds} rounds with noise "
         f"{mechanism.noise:.4g}{mark}"
     )
+
+
+def list_warnings(mechanism: Mechanism, secret: bool) -> list[str]:
+    """List the reasons why an epsilon is no guarantee for the clients of the run."""
+    return [text for text in (mechanism.assumption, "" if secret else STUDY) if text]
 
 
 def describe_run(stored: Mapping[str, Any], rounds: int) -> tuple[float, str]:
@@ -115,8 +124,14 @@ def prepare_privacy(config: Config, run_dir: Path, clients: int) -> dict[str, An
     run_dir.mkdir(parents=True, exist_ok=True)
     secret = config.privacy.key == "secret"
     key = NoiseKey.create(run_dir).fingerprint if secret else None
-    mark = {} if secret else {"warning": STUDY}
-    return {**dataclasses.asdict(mechanism), "neighbours": mechanism.neighbours, "key": key, **mark}
+    warnings = list_warnings(mechanism, secret)
+    mark = {"warning": "; ".join(warnings)} if warnings else {}
+    values = {
+        field.name: value
+        for field in dataclasses.fields(Mechanism)
+        if (value := getattr(mechanism, field.name)) != field.default
+    }
+    return {**values, "neighbours": mechanism.neighbours, "key": key, **mark}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,8 @@ class PrivateRun:
 
     mechanism: Mechanism
     key: NoiseKey
+    noise: BandedNoise
+    """Noise of the sums, drawn from the key."""
     secret: bool
     """Whether the key is a secret; False: it comes from the run's seed."""
     outside: bool
@@ -151,7 +168,8 @@ class PrivateRun:
         rounds = None if limit is None else mechanism.count_rounds(limit, config.train.rounds)
         if rounds == config.train.rounds:
             rounds = None  # train.rounds ends the training first
-        return cls(mechanism, key, secret, settings.metrics == "outside", rounds)
+        noise = BandedNoise(key, config.components.rule.bands)
+        return cls(mechanism, key, noise, secret, settings.metrics == "outside", rounds)
 
     def sum_updates(self, rule: Gaussian, updates: Iterable[Update], state: State) -> NoisySum:
         """Add up a round's updates with noise. Further computations with the sum keep the guarantee.
@@ -165,10 +183,10 @@ class PrivateRun:
             The noisy sum. Its metrics are empty unless ``privacy.metrics`` records metrics of clients, except for the clip of the
             round (``gaussian/clip``) if it is adaptive. It depends on noisy counts only.
         """
-        normals = functools.partial(self.key.normals, state.round_index, "noise")
+        normals = functools.partial(self.noise.draw, state.round_index)
         clip = float(state.tensors[_CLIP]["clip"]) if _CLIP in state.tensors else None
         of_run = self.mechanism
-        summed = rule.sum_privately(updates, state.tensors, of_run.cohort, of_run.noise, normals, clip)
+        summed = rule.sum_privately(updates, state.tensors, of_run.run_cohort, of_run.run_noise, normals, clip)
         metrics: Metrics = summed.metrics if self.outside else {}
         if isinstance(rule.clip, AdaptiveClip):
             metrics = {**metrics, "gaussian/clip": Ratio(rule.first_clip if clip is None else clip, 1)}
@@ -180,6 +198,11 @@ class PrivateRun:
             return state
         clip = {"clip": torch.tensor(summed.clip, dtype=torch.float32)}
         return dataclasses.replace(state, tensors={**state.tensors, _CLIP: clip})
+
+    @property
+    def metric(self) -> str:
+        """Name of epsilon in the metrics table. It marks guarantees for other numbers of clients than the run's."""
+        return "privacy/epsilon_as_if" if self.mechanism.simulated else "privacy/epsilon"
 
     def describe(self, rounds: int, epsilon: float) -> str:
         """Describe the guarantee after a number of rounds."""
@@ -223,7 +246,9 @@ def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
     with translate_failures(
         lambda reason: RunDirectoryError(f"run.json: the group privacy is damaged ({reason}). Restore it from a copy")
     ):
-        kinds = {field.name: type(stored[field.name]) for field in dataclasses.fields(Mechanism)}
-        if kinds != {"clients": int, "cohort": int, "draw": str, "noise": float, "delta": float}:
+        later = {name: stored.get(name, neutral) for name, neutral in {"rest": 1, "simulated": 0}.items()}
+        names = [field.name for field in dataclasses.fields(Mechanism) if field.name not in later]
+        values = {**{name: stored[name] for name in names}, **later}
+        if [*map(type, values.values())] != [int, int, str, float, float, int, int]:
             raise ValueError("a value has a wrong type")
-        return Mechanism(**{name: stored[name] for name in kinds})
+        return Mechanism(**values)

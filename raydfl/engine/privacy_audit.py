@@ -113,8 +113,13 @@ def audit_model(config: Config, population: Population, state: State, delta: flo
         delta: Delta of the run's guarantee.
 
     Raises:
-        InputError: The run has too few canaries, other attackers, or a model that has not moved.
+        InputError: The run simulates a larger federation, has too few canaries, other attackers, or a model that has not moved.
     """
+    if config.privacy.as_if is not None:
+        raise InputError(
+            "privacy.as_if: the run has less noise than the larger federation that it simulates, so the canaries test another "
+            "guarantee. Train the audited run without privacy.as_if"
+        )
     attack, ids, seed = config.components.attack, population.ids, config.run.seed
     if not isinstance(attack, Canary):
         raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
@@ -14,8 +14,21 @@ from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
 from raydfl.engine.settings import EvaluateSettings, RunSettings
 from raydfl.objectives import Contrast
-from raydfl.rules import Gaussian
+from raydfl.rules import AdaptiveClip, Gaussian
 from raydfl.training import TrainSettings
+
+
+class StatedClients(Settings):
+    """Numbers of clients of a federation that a smaller run simulates."""
+
+    clients: int = Field(ge=1, description="Number of eligible clients.")
+    cohort: int = Field(ge=1, description="Clients in each round; with poisson sampling their expected number.")
+
+    @model_validator(mode="after")
+    def _check_cohort(self) -> StatedClients:
+        if self.cohort > self.clients:
+            raise ValueError(f"cohort ({self.cohort}) exceeds clients ({self.clients}). Lower cohort")
+        return self
 
 
 class PrivacySettings(Settings):
@@ -37,6 +50,11 @@ class PrivacySettings(Settings):
         "none",
         description="Metrics of clients (training loss and more). none: not recorded. outside: recorded, although the guarantee "
         "does not cover them.",
+    )
+    as_if: StatedClients | None = Field(
+        None,
+        description="Simulation of a larger federation with the rule gaussian: epsilon is computed for these numbers of clients, "
+        "and the noise of the mean is theirs. Every epsilon is marked. null: the run's own clients.",
     )
 
 
@@ -95,7 +113,32 @@ def check_privacy(
         raise ConfigError(
             f"train.clients.{where}: rule gaussian needs clients with equal chances. Remove train.clients.{where}"
         )
+    _check_turns(settings, rule, train)
     _check_releases(settings, evaluate, run, "rule gaussian")
+
+
+def _check_turns(settings: PrivacySettings, rule: Gaussian, train: TrainSettings) -> None:
+    """Reject correlated noise without turns of the clients, and stated clients that do not fit the turns and the clip.
+
+    Raises:
+        ConfigError: The message names the setting.
+    """
+    rest, stated = 1 if train.clients is None else train.clients.rest, settings.as_if
+    if rule.bands > min(rest, train.rounds):
+        where, most = ("train.clients.rest", rest) if rule.bands > rest else ("train.rounds", train.rounds)
+        raise ConfigError(
+            f"method.rule.bands: {rule.bands} exceeds {where} ({most}). Lower bands, or raise {where}. A client must rest for as "
+            f"many rounds as the noise is correlated"
+        )
+    if stated is not None and stated.cohort * rest > stated.clients:
+        raise ConfigError(
+            f"privacy.as_if: train.clients.rest={rest} divides the {stated.clients} clients into groups of "
+            f"{stated.clients // rest}, fewer than its cohort of {stated.cohort}. Lower privacy.as_if.cohort, or train.clients.rest"
+        )
+    if stated is not None and isinstance(rule.clip, AdaptiveClip) and rule.clip.noise is not None:
+        raise ConfigError(
+            "method.rule.clip.noise: with privacy.as_if the noise in the count of clients follows from the cohorts. Set it to null"
+        )
 
 
 def _check_releases(settings: PrivacySettings, evaluate: EvaluateSettings, run: RunSettings, name: str) -> None:
@@ -147,6 +190,11 @@ def _check_examples(
             isinstance(method.objective, Contrast),
             "contrast compares the clips of a batch, so no clip has a loss of its own",
             "Choose another objective, such as classify or reconstruct",
+        ),
+        "privacy.as_if": (
+            settings.as_if is not None,
+            "their guarantee does not depend on the number of clients",
+            "Set it to null",
         ),
         "data.parts": (bool(data.parts), "several sets of clients have no common guarantee", "Use a single data set"),
         "data.pools": (

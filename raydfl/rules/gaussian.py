@@ -13,6 +13,9 @@ with Adaptive Clipping, NeurIPS 2021, algorithm 1 and theorem 1:
 
 With ``noise'`` in the sum and ``sigma`` in the count, a round has the guarantee of ``noise`` alone.
 
+The norm may be bounded for each tensor by itself: tensor i of size d_i by clip (d_i / d)^(1/2), with d the sum of sizes. These
+bounds together are ``clip``, so the noise and the guarantee do not change.
+
 The cohort is the expected number of clients, a constant. Leaving out any client moves the sum by at most ``clip``, and replacing
 it by at most ``2 clip``. Dividing by the number of arrived clients would break this bound.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -37,7 +40,6 @@ from raydfl.rules._changes import ServerTensors
 from raydfl.rules._cuts import fill_cuts
 from raydfl.rules._rule import Aggregate
 from raydfl.rules._weights import find_unweighted, flatten_current, scale_weight
-from raydfl.rules.centred_clipping import clip_factors
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
 
@@ -45,6 +47,8 @@ Normals = Callable[[int], np.ndarray]
 """Function from a size to independent standard normal numbers, float64 [size]."""
 _STRIP = 8192
 """Elements of a change within the first-level cache as float64."""
+_WHOLE = ""
+"""Name of the vector of all tensors. No tensor has it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class NoisySum:
     update: Update
     """Partial sum over the expected cohort (:attr:`raydfl.Update.senders`)."""
     metrics: Metrics
-    """``gaussian/clipped`` (clipped clients) and ``gaussian/norm`` (mean norm of the changes), outside the guarantee."""
+    """``gaussian/clipped`` (share of clipped vectors) and ``gaussian/norm`` (mean norm of the changes), outside the guarantee."""
     clip: float
     """Clip of the next round."""
 
@@ -86,10 +90,10 @@ class NoisySum:
 class Gaussian(UniformMean):
     """Differentially private mean: clipped changes and Gaussian noise, divided by the expected cohort.
 
-    All clients count the same. The change of a client is one vector over all tensors that it sends. Elements of weight 0, and
-    tensors that a client does not send, are unchanged. So are the tensors of a missing client: the sum is divided by the expected
-    cohort in any case. Every tensor of the state's entry ``global`` receives noise, also in a round without clients. The
-    accounting, the key of the noise and the limits of the guarantee are described on the page about differential privacy.
+    All clients count the same. The change of a client is one vector over all tensors that it sends (option ``groups``). Elements of
+    weight 0, and tensors that a client does not send, are unchanged. So are the tensors of a missing client: the sum is divided by
+    the expected cohort in any case. Every tensor of the state's entry ``global`` receives noise, also in a round without clients.
+    The accounting, the key of the noise and the limits of the guarantee are described on the page about differential privacy.
     """
 
     relative: ClassVar[bool] = True
@@ -121,6 +125,21 @@ class Gaussian(UniformMean):
             "is set.",
         ),
     ] = None
+    groups: Annotated[
+        Literal["all", "tensors"],
+        Field(
+            description="Vectors with a clip of their own. all: the whole change. tensors: each tensor, by clip times the root of "
+            "its share of all elements.",
+        ),
+    ] = "all"
+    bands: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Rounds with correlated noise. Above 1, the noise of a round cancels parts of the earlier noise. It needs "
+            "train.clients.rest of at least this number.",
+        ),
+    ] = 1
 
     @model_validator(mode="after")
     def _check_noise(self) -> Gaussian:
@@ -130,6 +149,9 @@ class Gaussian(UniformMean):
             )
         if self.clip == np.inf and (self.noise or self.epsilon):
             raise ValueError("clip is .inf, so no noise can hide a client. Set clip to a number")
+        for name, neutral in {"groups": "all", "bands": 1}.items():
+            if isinstance(self.clip, AdaptiveClip) and getattr(self, name) != neutral:
+                raise ValueError(f"{name} is {getattr(self, name)}, which needs a constant clip. Set clip to a number")
         return self
 
     def check(self, tensors: Mapping[str, Tensors]) -> None:
@@ -204,9 +226,11 @@ class Gaussian(UniformMean):
             RaydflError: An update is for an unexpected key, does not fit the server's tensors, or has an invalid weight.
         """
         clip = self.first_clip if clip is None else clip
-        base = ServerTensors(current)
+        base, layout = ServerTensors(current), Layout.from_tensors(current[self.key])
         lengths: list[float] = []
         factors: list[float] = []
+        shares = {name: math.sqrt(math.prod(tensor.shape) / layout.size) for name, tensor in current[self.key].items()}
+        shares[_WHOLE] = 1.0
 
         def clip_changes(updates: Iterable[Update]) -> Iterator[Update]:
             for update in updates:
@@ -215,12 +239,16 @@ class Gaussian(UniformMean):
                         f"client {update.client_id!r} updates {update.key!r}, but gaussian protects {self.key!r} only."
                     )
                 whole = fill_cuts(update, current[self.key])
-                lengths.append(_measure_change(whole, base))
-                factors.append(float(clip_factors(np.array(lengths[-1:]), clip)[0]))
+                squares = _square_changes(whole, base, by_tensor=self.groups == "tensors")
+                lengths.append(math.sqrt(sum(squares.values())))
+                norms = {name: math.sqrt(square) for name, square in squares.items()}
+                own = {
+                    name: min(1.0, clip * shares.get(name, 1.0) / norm) if norm else 1.0 for name, norm in norms.items()
+                }
+                factors.extend(own.values())
                 # A factor on the weight is exact, whereas a float32 model with a scaled change would exceed the norm slightly.
-                yield dataclasses.replace(whole, weight=scale_weight(self._effective_weight(whole.weight), factors[-1]))
+                yield dataclasses.replace(whole, weight=_scale_weights(self._effective_weight(whole.weight), own))
 
-        layout = Layout.from_tensors(current[self.key])
         sums = WeightedMean().sum_updates(clip_changes(updates), {self.key: layout})
         total = _fill_missing(sums, layout, flatten_current(current[self.key], layout), cohort)
         of_sum, of_count = self.split_noise(noise, cohort)
@@ -254,17 +282,36 @@ class Gaussian(UniformMean):
         return effective.double() if isinstance(effective, Tensor) else effective
 
 
-def _measure_change(update: Update, base: ServerTensors) -> float:
-    """Compute the Euclidean norm of an update's change in float64, because the guarantee depends on it."""
+def _scale_weights(weight: Any, factors: Mapping[str, float]) -> Any:
+    """Multiply a weight by the factor of the whole update, or by a factor for each tensor."""
+    if _WHOLE in factors:
+        return scale_weight(weight, factors[_WHOLE])
+    return {
+        name: (weight[name] if isinstance(weight, Mapping) else weight) * factor for name, factor in factors.items()
+    }
+
+
+def _square_changes(update: Update, base: ServerTensors, by_tensor: bool) -> dict[str, float]:
+    """Compute the squared norm of an update's change in float64, because the guarantee depends on it.
+
+    Args:
+        update: The update.
+        base: The server's tensors.
+        by_tensor: Whether to compute it for each tensor by itself.
+    """
     sent = FlatTensors.from_tensors(update.tensors)
-    server, mask, squares = base.flatten_like(update, sent.layout), find_unweighted(update, sent.layout), 0.0
-    for begin in range(0, sent.layout.size, _STRIP):
-        strip = slice(begin, begin + _STRIP)
-        change = np.subtract(sent.vector[strip], server[strip], dtype=np.float64)
-        if mask is not None:
-            change[mask[strip]] = 0
-        squares += float(np.dot(change, change))
-    return math.sqrt(squares)
+    server, mask = base.flatten_like(update, sent.layout), find_unweighted(update, sent.layout)
+    groups = {name: sent.layout.columns(name) for name in sent.layout.names}
+    squares = {}
+    for name, columns in groups.items() if by_tensor else [(_WHOLE, slice(0, sent.layout.size))]:
+        squares[name] = 0.0
+        for begin in range(columns.start, columns.stop, _STRIP):
+            strip = slice(begin, min(begin + _STRIP, columns.stop))
+            change = np.subtract(sent.vector[strip], server[strip], dtype=np.float64)
+            if mask is not None:
+                change[mask[strip]] = 0
+            squares[name] += float(np.dot(change, change))
+    return squares
 
 
 def _fill_missing(sums: Sequence[Update], layout: Layout, server: np.ndarray, cohort: int) -> np.ndarray:

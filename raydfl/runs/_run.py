@@ -301,7 +301,8 @@ def _record_epsilon(run_dir: Path, config: Config, rounds: int, progress: Progre
         spent["median"] = median if math.isfinite(median) else None
     else:
         epsilon, text = describe_run(about["privacy"], rounds)
-    spent["epsilon"] = epsilon if math.isfinite(epsilon) else None
+    name = "epsilon_as_if" if about["privacy"].get("simulated") else "epsilon"
+    spent[name] = epsilon if math.isfinite(epsilon) else None
     write_about(run_dir, config, {**about, "privacy": {**about["privacy"], **spent}})
     progress.message(f"privacy: {text}")
 

@@ -132,6 +132,12 @@ class ClientSettings(Settings):
         description="fixed: train.cohort clients in each round. poisson: each eligible client takes part in a round with "
         "probability train.cohort / clients, independently. A round may have no client.",
     )
+    rest: int = Field(
+        1,
+        ge=1,
+        description="Least number of rounds from one participation of a client to its next. Above 1, the seed deals the eligible "
+        "clients into as many groups of equal size, which take turns.",
+    )
 
     @model_validator(mode="after")
     def _check_draw(self) -> ClientSettings:
@@ -295,6 +301,12 @@ class TrainSettings(Settings):
             ConfigError: the cohort exceeds the population.
         """
         size = self.cohort if isinstance(self.cohort, int) else max(1, int(self.cohort * population + 0.5))
+        rest = 1 if self.clients is None else self.clients.rest
+        if size <= population < size * rest:
+            raise ConfigError(
+                f"train.cohort: {size} clients a round, but train.clients.rest={rest} divides the {population} clients into groups "
+                f"of {population // rest}. Lower train.cohort, or train.clients.rest."
+            )
         if size > population:
             raise ConfigError(
                 f"train.cohort: {size} clients a round, but "

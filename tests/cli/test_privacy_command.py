@@ -33,6 +33,24 @@ def test_the_epsilon_of_each_noise_is_printed_before_any_training(tiny: Tiny, tm
     assert not Path(config.run.dir).exists()
 
 
+def test_stated_clients_and_turns_are_marked(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
+    pytest.importorskip("dp_accounting")
+    stated = ("privacy.as_if={clients: 9000, cohort: 70}", "train.clients={rest: 2}", "evaluate.clients=none")
+    config = tiny("method.rule={name: gaussian, noise: 1.25}", *stated)
+    result = raydfl("privacy", write_config(config, tmp_path))
+    lines = result.out.splitlines()
+    assert lines[0].startswith("9000 clients, 70 a round of fixed number, 3 rounds, ")
+    assert lines[1:3] == [
+        "a client takes part in one of 2 rounds",
+        "as if 70 of 9,000 clients took part in a round, in a run with 3",
+    ]
+    mechanism = Mechanism(9000, 70, "fixed", 1.25, 9000**-1.1, rest=2)
+    configured = next(line for line in lines if line.endswith("this configuration"))
+    assert configured.split()[:2] == ["1.25", f"{mechanism.compute_epsilon(3):.3g}"]
+    run_dir = run(config, Progress("quiet")).run_dir
+    raydfl("audit", str(run_dir)).refuses("privacy.as_if: the run has less noise than the larger federation")
+
+
 def test_a_configuration_without_noise_is_rejected(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
     raydfl("privacy", write_config(tiny(), tmp_path)).refuses("method.rule: WeightedMean gives no differential privacy")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from raydfl.core.errors import ConfigError
@@ -61,6 +62,40 @@ def test_more_rounds_a_larger_share_or_less_noise_never_lower_epsilon(draw: str)
     ):
         assert sorted(series) == series
         assert series[0] < series[-1]
+
+
+def compute_normal_epsilon(ratio: float, delta: float) -> float:
+    """Solve delta = Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) for e: the exact epsilon of normal noise, r the distance by the noise.
+
+    B. Balle, Y.-X. Wang, Improving the Gaussian Mechanism for Differential Privacy, ICML 2018, theorem 8.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import norm
+
+    def excess(epsilon: float) -> float:
+        upper, lower = norm.cdf(ratio / 2 - epsilon / ratio), norm.cdf(-ratio / 2 - epsilon / ratio)
+        return float(upper - np.exp(epsilon) * lower - delta)
+
+    return float(brentq(excess, 0, 100))
+
+
+def test_clients_that_rest_take_part_in_fewer_rounds() -> None:
+    """60 clients, 12 a round, rest of 5 rounds: in 11 rounds, each client of a group takes part in at most 3."""
+    turns = Mechanism(60, 12, "poisson", 4.0, 0.01, rest=5)
+    assert turns.compute_epsilon(11) == pytest.approx(compute_normal_epsilon(3**0.5 / 4.0, 0.01), rel=1e-3)
+    assert turns.compute_epsilon(11) == turns.compute_epsilon(15) < turns.compute_epsilon(16)
+    halves = Mechanism(60, 12, "fixed", 4.0, 0.01, rest=2)
+    assert halves.compute_epsilon(8) == Mechanism(30, 12, "fixed", 4.0, 0.01).compute_epsilon(4)
+
+
+def test_a_simulation_has_the_noise_of_the_stated_mean() -> None:
+    """5,000 clients with noise 2 have noise 2 / 5000 in the mean. So have 10 clients with noise 0.004."""
+    mechanism = Mechanism(10**6, 5000, "poisson", 2.0, 1e-7, simulated=10)
+    assert (mechanism.run_cohort, mechanism.run_noise) == (10, 0.004)
+    assert mechanism.assumption == "as if 5,000 of 1,000,000 clients took part in a round"
+    plain = Mechanism(10**6, 5000, "poisson", 2.0, 1e-7)
+    assert (plain.run_cohort, plain.run_noise, plain.assumption) == (5000, 2.0, "")
+    assert mechanism.compute_epsilon(3) == plain.compute_epsilon(3)
 
 
 def test_without_noise_or_rounds() -> None:

@@ -66,6 +66,9 @@ CONFIGURATIONS = {
         "data.profile={h: {values: [0-9]}}",
         "train.fleet.hours.column=h",
     ],
+    "as if": [
+        *("method.rule={name: gaussian, noise: 1}", "evaluate.clients=none", "privacy.as_if={clients: 9, cohort: 2}")
+    ],
     "private": ["train.optimiser.private={noise: 1.0}", "train.deadline=null", "evaluate.clients=none"],
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,16 @@ from helpers import finish_in, stop_after
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.noise_key import KEY_FILE, NoiseKey
+from raydfl.core.types import Client, State, Task
+from raydfl.data import build_population
 from raydfl.engine.accounting import Mechanism
+from raydfl.engine.banded_noise import BandedNoise
+from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.storage import read_about, read_rows, to_rows
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.mirror import RunMirror
+from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import Progress, replay, resume, run
 from raydfl.runs.folder import create
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
@@ -142,6 +148,93 @@ def test_epsilon_is_in_the_table_the_description_and_the_report(tiny: Tiny) -> N
     assert "anyone who knows the seed can subtract the noise" in page
 
 
+STILL = ("train.optimiser.lr=1e-30", "train.cohort=2", "run.keep=9")
+"""Clients without a change, so the models move by their noise alone."""
+
+
+def measure_moves(tiny: Tiny, name: str, rounds: int, *settings: str) -> list[np.ndarray]:
+    """Return the change of the global model in each round after the first, float32 [elements]."""
+    states = []
+    for number in range(1, rounds + 1):
+        config = tiny(*NOISY, SEED, *STILL, *settings, f"train.rounds={rounds}", f"run.name={name}{number}")
+        stop_after(config, number)
+        tensors = final_state(folder_of(config)).tensors["global"]
+        states.append(torch.cat([tensor.flatten() for tensor in tensors.values()]).numpy())
+    return [after - before for before, after in itertools.pairwise(states)]
+
+
+def test_the_models_move_by_correlated_noise(tiny: Tiny) -> None:
+    """Also after a resumed run, whose earlier noise is drawn again."""
+    settings = ("method.rule.bands=2", "train.clients.rest=2")
+    moves, noise = measure_moves(tiny, "banded", 3, *settings), BandedNoise(NoiseKey.from_seed(1), 2)
+    for number, move in enumerate(moves, 1):
+        np.testing.assert_allclose(move, noise.draw(number, len(move)) * 2.0 * 0.5 / 2, atol=1e-5)
+    resumed = tiny(*NOISY, SEED, *STILL, *settings, "train.rounds=3", "run.name=banded2")
+    whole = tiny(*NOISY, SEED, *STILL, *settings, "train.rounds=3", "run.name=whole")
+    assert_same_bits(finish_in(folder_of(resumed), resumed), train_federation(whole))
+
+
+def test_a_simulation_has_the_noise_and_the_epsilon_of_the_stated_clients(tiny: Tiny) -> None:
+    """100 of 5,000 clients: the noise of the mean is 2 x 0.5 / 100 instead of 2 x 0.5 / 2."""
+    settings = ("privacy.as_if={clients: 5000, cohort: 100}",)
+    moves, key = measure_moves(tiny, "stated", 3, *settings), NoiseKey.from_seed(1)
+    for number, move in enumerate(moves, 1):
+        np.testing.assert_allclose(move, key.normals(number, "noise", len(move)) * 2.0 * 0.5 / 100, atol=1e-6)
+    shown = io.StringIO()
+    result = run(tiny(*NOISY, *STILL, *settings, "run.name=shown"), Progress("lines", shown))
+    mechanism = Mechanism(5000, 100, "fixed", 2.0, 5000**-1.1)
+    expected = {rounds: mechanism.compute_epsilon(rounds) for rounds in (1, 2, 3)}
+    assert server_rows(result.run_dir, "privacy/epsilon_as_if") == expected
+    assert not server_rows(result.run_dir, "privacy/epsilon")
+    mark = "as if 100 of 5,000 clients took part in a round"
+    line = next(line for line in shown.getvalue().splitlines() if line.startswith("round 3/3"))
+    assert f"epsilon {expected[3]:.3g} ({mark})" in line
+    privacy = read_about(result.run_dir)["privacy"]
+    assert (privacy["epsilon_as_if"], privacy["warning"], privacy["simulated"]) == (expected[3], mark, 2)
+    page = (result.run_dir / "report.html").read_text()
+    assert "epsilon, as if more clients took part" in page
+    assert f"after 3 rounds with noise 2; {mark}" in page
+
+
+@pytest.mark.parametrize("draw", ["fixed", "poisson"])
+def test_clients_rest_between_two_rounds(tiny: Tiny, draw: str) -> None:
+    config = tiny(
+        *NOISY,
+        "privacy.metrics=outside",
+        f"train.clients={{draw: {draw}, rest: 3}}",
+        "train.cohort=1",
+        "train.rounds=12",
+        "evaluate.every=12",
+    )
+    train_federation(config)
+    rows = to_rows(
+        read_rows(folder_of(config), 10**6, where=(pc.field("metric") == "loss") & (pc.field("client") != ""))
+    )
+    rounds: dict[str, set[int]] = {}
+    for row in rows:
+        rounds.setdefault(row.client, set()).add(row.round)
+    assert len(rounds) > 3
+    assert all(len({number % 3 for number in numbers}) == 1 for numbers in rounds.values())
+    mechanism = Mechanism(6, 1, draw, 2.0, 6**-1.1, rest=3)
+    assert read_about(folder_of(config))["privacy"]["rest"] == 3
+    assert [*server_rows(folder_of(config), "privacy/epsilon").values()] == [mechanism.compute_epsilon(12)]
+
+
+def test_a_method_that_plans_a_resting_client_is_rejected(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(
+        self: FedAvg, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int
+    ) -> list[Task]:
+        return [Task(known[number].id) for number in range(cohort)]
+
+    config = tiny(*NOISY, "train.clients={rest: 2}", "train.cohort=3")
+    known = Clients(build_population(config.data, config.run.seed), config)
+    monkeypatch.setattr(FedAvg, "plan", plan)
+    with pytest.raises(
+        ConfigError, match="train.clients.rest: method 'fedavg' plans client .*, which rests in round 1"
+    ):
+        run(config, Progress("quiet"))
+
+
 def test_metrics_of_clients_are_recorded_only_outside_the_guarantee(tiny: Tiny) -> None:
     rows = {}
     for name, settings in {"none": (), "outside": ("privacy.metrics=outside",)}.items():
@@ -223,6 +316,9 @@ def test_a_run_resumes_only_with_its_own_key(tiny: Tiny) -> None:
         "privacy.key=seed",
         "privacy.delta=0.01",
         "train.clients.draw=poisson",
+        "train.clients.rest=2",
+        "privacy.as_if={clients: 99, cohort: 5}",
+        "method.rule.groups=tensors",
     ],
 )
 def test_a_resumed_run_keeps_its_mechanism(tiny: Tiny, change: str) -> None:
@@ -260,6 +356,22 @@ def test_a_client_is_replayed_with_the_secret_cohorts(tiny: Tiny) -> None:
         ([*NOISY, "run.stop={epsilon: 0}"], "run.stop.epsilon"),
         ([*NOISY, "method.rule.noise=0", "run.stop={epsilon: 1}"], "with method.rule.noise=0 epsilon is infinite"),
         (["train.clients={draw: poisson, weight: examples}"], "poisson gives all clients equal chances, so weight"),
+        (
+            [*NOISY, "method.rule.bands=2"],
+            r"method.rule.bands: 2 exceeds train.clients.rest \(1\). Lower bands, or raise",
+        ),
+        ([*NOISY, "method.rule.bands=4", "train.clients={rest: 5}"], r"bands: 4 exceeds train.rounds \(3\)"),
+        (["privacy.as_if={clients: 9, cohort: 3}"], "privacy: rule WeightedMean gives no differential privacy"),
+        ([*NOISY, "privacy.as_if={clients: 3, cohort: 9}"], r"as_if.*cohort \(9\) exceeds clients \(3\)"),
+        (
+            [*NOISY, "privacy.as_if={clients: 9, cohort: 5}", "train.clients={rest: 2}"],
+            "privacy.as_if: train.clients.rest=2 divides the 9 clients into groups of 4, fewer than its cohort of 5",
+        ),
+        (
+            [*NOISY, ADAPTIVE, "privacy.as_if={clients: 99, cohort: 5}"],
+            "method.rule.clip.noise: with privacy.as_if the noise in the count of clients follows from the cohorts",
+        ),
+        (["train.fleet.buffer=2", "train.clients={rest: 2}"], "train.clients.rest counts rounds"),
     ],
 )
 def test_settings_outside_the_guarantee_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:
@@ -271,6 +383,10 @@ def test_settings_outside_the_guarantee_are_rejected(tiny: Tiny, settings: list[
     ("settings", "message"),
     [
         (["train.cohort=7"], "train.cohort: 7 clients a round, but the population has 6"),
+        (
+            ["train.cohort=3", "train.clients={rest: 3}"],
+            "train.cohort: 3 clients a round, but train.clients.rest=3 divides the 6 clients into groups of 2",
+        ),
         (["run.stop={epsilon: 0.001}"], "run.stop.epsilon: the first round already has epsilon"),
     ],
 )

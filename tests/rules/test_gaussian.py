@@ -67,6 +67,28 @@ def test_a_client_moves_the_result_by_at_most_the_clipping_norm(seed: int, clien
     assert np.linalg.norm(all_of_them - replaced) <= 2 * clip / cohort * (1 + 1e-9) + 1e-11
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(-3, 3))
+def test_a_client_moves_each_tensor_by_at_most_its_own_norm(seed: int, clients: int, exponent: float) -> None:
+    """With 12 and 4 elements the bounds are clip (12/16)^(1/2) and clip (4/16)^(1/2). Together they are clip."""
+    rng, clip = np.random.default_rng(seed), 10**exponent
+    server, place = draw_state(rng, 10 ** rng.uniform(-2, 3)), int(rng.integers(clients))
+    updates = [draw_update(rng, server, number) for number in range(clients)]
+    rule = Gaussian(clip=clip, noise=0.0, groups="tensors")
+    change = aggregate(rule, updates, server, 1) - aggregate(rule, updates[:place] + updates[place + 1 :], server, 1)
+    for part, share in ((change[:12], 12 / 16), (change[12:], 4 / 16), (change, 1)):
+        assert np.linalg.norm(part) <= clip * np.sqrt(share) * (1 + 1e-9) + 1e-11
+
+
+def test_tensors_are_clipped_by_their_shares() -> None:
+    """Of 4 elements with clip 2, a tensor of 3 elements has the clip 3^(1/2) and a tensor of 1 element has the clip 1."""
+    server = {"global": {"net/w": torch.zeros(3), "net/b": torch.zeros(1)}}
+    update = Update({"net/w": torch.tensor([0.0, 1.0, 0.0]), "net/b": torch.tensor([5.0])}, 7.0, client_id="a")
+    summed = Gaussian(clip=2.0, noise=0.0, groups="tensors").sum_privately([update], server, 1, 0.0, np.zeros)
+    assert summed.update.tensors["net/w"].tolist() == [0, 1, 0]
+    assert summed.update.tensors["net/b"].tolist() == [1]
+    assert summed.metrics["gaussian/clipped"].value == 0.5
+
+
 def test_the_bound_is_reached() -> None:
     server = {"global": {"net/w": torch.zeros(3)}}
     update = Update({"net/w": torch.tensor([3.0, 0.0, 4.0])}, 7.0, client_id="a")
@@ -164,6 +186,9 @@ def test_single_updates_and_other_keys_are_rejected() -> None:
         ({"epsilon": 0}, "epsilon.*greater than 0"),
         ({"noise": 0, "epsilon": 8}, r"noise \(0\) and epsilon \(8\) are both set"),
         ({"clip": float("inf"), "noise": 1}, "clip is .inf, so no noise can hide a client"),
+        ({"clip": {"start": 1}, "noise": 1, "bands": 2}, "bands is 2, which needs a constant clip"),
+        ({"clip": {"start": 1}, "noise": 1, "groups": "tensors"}, "groups is tensors, which needs a constant clip"),
+        ({"noise": 1, "bands": 0}, "bands.*greater than or equal to 1"),
     ],
 )
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:

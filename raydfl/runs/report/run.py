@@ -102,8 +102,8 @@ def list_notes(run: RunRecord) -> list[str]:
         notes.append(f"Stopped in round {run.done} of {run.total}: {run.stopped}.")
     elif run.done < run.total:
         notes.append(f"This run is not finished: {run.done} of {run.total} rounds are done. {resume}")
-    if "privacy/epsilon" in run.facts:
-        notes.append(_format_privacy(run))
+    if (epsilon := _find_epsilon(run)) is not None:
+        notes.append(_format_privacy(run, epsilon[2]))
     if "phase_stopped" in run.facts:
         notes.append("Phase {2} (in round {0}).".format(*run.facts["phase_stopped"]))
     if "best_round" in run.facts:
@@ -120,9 +120,14 @@ def list_notes(run: RunRecord) -> list[str]:
     return [*notes, *run.missing]
 
 
-def _format_privacy(run: RunRecord) -> str:
+def _find_epsilon(run: RunRecord) -> tuple[int, float, str] | None:
+    """Return the last epsilon of a private run: its round, its value and its description."""
+    return run.facts.get("privacy/epsilon", run.facts.get("privacy/epsilon_as_if"))
+
+
+def _format_privacy(run: RunRecord, description: str) -> str:
     """Describe the guarantee of a private run, and the metrics that it does not cover."""
-    text = f"Differential privacy: {run.facts['privacy/epsilon'][2]}."
+    text = f"Differential privacy: {description}."
     if get_path(run.config, "privacy.metrics") == "outside":
         text += " The metrics of clients are outside this guarantee (privacy.metrics: outside)."
     return text + " Epsilons of several runs on the same clients add up."
@@ -169,11 +174,15 @@ def _make_tiles(run: RunRecord) -> list[tuple[str, str]]:
     ][:2]
     attackers = run.curves.get(("server", "attackers"))
     sent, time = format_cost(run)
+    epsilon = _find_epsilon(run)
     unused = run.sum_totals("failed", "rejected")
     tiles += [
         ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers per round (mean)"),
         (f"{run.done}{f' of {run.total}' * bool(run.total)}" * bool(run.curves), "rounds"),
-        (f"{run.facts['privacy/epsilon'][1]:.3g}" if "privacy/epsilon" in run.facts else "", "epsilon"),
+        (
+            "" if epsilon is None else f"{epsilon[1]:.3g}",
+            "epsilon, as if more clients took part" if "privacy/epsilon_as_if" in run.facts else "epsilon",
+        ),
         (f"{run.facts['best_round'][1]:.0f}" if "best_round" in run.facts else "", "best round"),
         (str(run.about.get("clients", "")), "clients"),
         (sent, "sent in both directions"),

@@ -144,17 +144,19 @@ def test_a_node_with_policies_serves_only_their_sites(policies: Policies, monkey
 
 
 @pytest.mark.parametrize(
-    ("setting", "is_accepted"),
+    ("settings", "is_accepted"),
     [
-        ("method.rule={name: gaussian, noise: 1.0}", True),
-        ("method.rule={name: gaussian, epsilon: 8}", True),
-        ("method.rule={name: gaussian, noise: 0}", False),
-        ("train.optimiser.private={noise: 1.0}", True),
-        ("train.optimiser.private={noise: 0}", False),
+        (["method.rule={name: gaussian, noise: 1.0}"], True),
+        (["method.rule={name: gaussian, epsilon: 8}"], True),
+        (["method.rule={name: gaussian, noise: 0}"], False),
+        (["method.rule={name: gaussian, noise: 1}", "privacy.key=seed"], False),
+        (["method.rule={name: gaussian, noise: 1}", "privacy.as_if={clients: 99, cohort: 9}"], False),
+        (["train.optimiser.private={noise: 1.0}"], True),
+        (["train.optimiser.private={noise: 0}"], False),
     ],
 )
 def test_a_policy_accepts_noise_as_differential_privacy(
-    tiny: Callable[..., Config], setting: str, is_accepted: bool
+    tiny: Callable[..., Config], settings: list[str], is_accepted: bool
 ) -> None:
     policy = SitePolicy(
         site="north",
@@ -164,8 +166,9 @@ def test_a_policy_accepts_noise_as_differential_privacy(
         differential_privacy=True,
         minimum_clients=2,
     )
-    config = tiny(setting, "evaluate.clients=none", method="fedavg")
-    with contextlib.nullcontext() if is_accepted else pytest.raises(PolicyError, match="but the run has none"):
+    rejected = "but the run (has none|is a study without it)"
+    config = tiny(*settings, "evaluate.clients=none", method="fedavg")
+    with contextlib.nullcontext() if is_accepted else pytest.raises(PolicyError, match=rejected):
         policy.check_run(config, [])
 
 
