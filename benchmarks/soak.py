@@ -91,8 +91,10 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
                 with contextlib.suppress(psutil.NoSuchProcess):  # a short run may end before its rounds are read
                     readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
             read_store = read_store or _connect(watched["raylet"])
-            with contextlib.suppress(RuntimeError):  # Ray has ended.
-                readings.setdefault(STORE, []).append((done, read_store() / 1e6))
+            # A short run may have ended. Ray then raises one of two errors, or ends this process after a minute.
+            with contextlib.suppress(RuntimeError, AssertionError, psutil.NoSuchProcess):
+                if watched["raylet"].status() != psutil.STATUS_ZOMBIE:
+                    readings.setdefault(STORE, []).append((done, read_store() / 1e6))
             print(f"round {done}", end="\r", flush=True, file=sys.stderr)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

@@ -54,7 +54,7 @@ SMALLEST = {
     "study_tables": "--check",
     "trials": "--trials 2 --actors 0 --rounds 1",
     "trivial_detectors": "--ids 1 --clips 3",
-    "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak",
+    "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak train.local_epochs=20",
 }
 ELSEWHERE = {
     "crossing": "cluster/silos/test_crossing.py",

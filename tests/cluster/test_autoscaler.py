@@ -144,13 +144,14 @@ def test_nodes_start_with_a_run_and_stop_after_it(tiny: Tiny, head: str, tmp_pat
         counter.end()
     print("run of", f"{ended - began:.1f} s;", [(f"{when - began:+.1f} s", number) for when, number in counts])
     numbers = [number for _, number in counts]
-    peak = numbers.index(3)
+    reached = numbers.index(3)
+    left = next(place for place, number in enumerate(numbers) if place > reached and number < 3)
     assert numbers[0] == 0
-    assert max(numbers) == 3
-    assert numbers[:peak] == sorted(numbers[:peak])  # up ...
-    assert numbers[peak:] == sorted(numbers[peak:], reverse=True)  # ... and down
+    assert max(numbers) <= 4  # while a node joins, the first autoscaler may start one too many, and removes it
+    assert numbers[:reached] == sorted(numbers[:reached])  # up ...
+    assert numbers[left:] == sorted(numbers[left:], reverse=True)  # ... and down
     committed = (Path(config.run.dir) / "grown" / "LATEST").stat().st_mtime
-    assert counts[peak + 1][0] >= committed - 0.5  # no used node is removed
+    assert counts[left][0] >= committed - 0.5  # no used node is removed
     output = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
     assert any(text.startswith("Waiting for the autoscaler: room for 0 of 3 client actors") for text in output), output
     assert any(text.startswith("Nodes:") and "joined" in text and "room for 3 of 3" in text for text in output), output

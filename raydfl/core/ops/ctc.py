@@ -31,7 +31,7 @@ def ctc_loss(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 def _compute(log_probabilities: Tensor, targets: Tensor) -> Tensor:
     tokens = log_probabilities.shape[1]
-    lengths = torch.full((len(targets),), tokens)
+    lengths = torch.full((len(targets),), tokens, device=targets.device)
     # Targets too long for their tokens occur only in padding examples. Their infinite loss would make the mean NaN.
     losses: Tensor = F.ctc_loss(
         log_probabilities.transpose(0, 1),
