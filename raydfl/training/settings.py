@@ -135,8 +135,8 @@ class ClientSettings(Settings):
     rest: int = Field(
         1,
         ge=1,
-        description="Least number of rounds from one participation of a client to its next. Above 1, the seed deals the eligible "
-        "clients into as many groups of equal size, which take turns.",
+        description="Least number of rounds between the starts of a client. Above 1, the run seed deals the eligible clients into "
+        "`rest` groups of equal size, and the groups take turns.",
     )
 
     @model_validator(mode="after")
