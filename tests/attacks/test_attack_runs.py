@@ -191,6 +191,7 @@ def list_attackers(config: Config, name: str) -> dict[int, set[str]]:
     return attackers
 
 
+@pytest.mark.slow
 def test_attackers_are_drawn_with_the_seed_once_or_for_every_round(tiny: Tiny) -> None:
     def train(name: str, *more: str) -> dict[int, set[str]]:
         config = tiny("train.cohort=1.0", "train.rounds=4", *more, f"run.name={name}")
@@ -334,6 +335,7 @@ def test_the_effect_of_the_trigger_is_measured_without_attackers(tiny: Tiny) -> 
     assert sum(row["split"] == "triggered" for row in read_rows_of(config, "base")) == 3
 
 
+@pytest.mark.slow
 def test_a_backdoor_is_learnt_with_enough_attackers(tiny: Tiny) -> None:
     """An honest model ignores the trigger. With half of the clients attacking, the model learns trigger and clean clips."""
     learning = (

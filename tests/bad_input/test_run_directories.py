@@ -55,6 +55,7 @@ def flip(path: Path, at: float = 0.5) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_deletion_of_its_working_directory(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

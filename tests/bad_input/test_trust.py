@@ -151,6 +151,7 @@ def test_a_module_already_run_by_the_user_needs_no_approval(
     assert raydfl("resume", folder, "train.rounds=3", "--trust").code == 0
 
 
+@pytest.mark.slow
 def test_other_users_and_machines_need_one_approval(
     raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

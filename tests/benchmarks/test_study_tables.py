@@ -36,6 +36,7 @@ def test_the_command_of_a_page_repeats_one_cell(
     assert (result.code, "1 cell, " in result.out) == (0, True), result.err
 
 
+@pytest.mark.slow
 def test_a_federation_of_several_sets_has_a_path_for_each_set_of_files() -> None:
     file = "benchmarks/studies/groups.yaml"
     command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))

@@ -18,6 +18,7 @@ from raydfl.runs import Progress, run
 Tiny = Callable[..., Config]
 
 
+@pytest.mark.slow
 def test_the_epsilon_of_each_noise_is_printed_before_any_training(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
     pytest.importorskip("dp_accounting")
     config = tiny("method.rule={name: gaussian, noise: 1.25}", "evaluate.clients=none")
@@ -69,6 +70,7 @@ def _rule(noise: float) -> str:
     return f"method.rule={{name: gaussian, clip: 0.5, noise: {noise}}}"
 
 
+@pytest.mark.slow
 def test_a_run_with_its_promised_noise_passes_the_audit(tiny: Tiny, raydfl: Raydfl) -> None:
     pytest.importorskip("dp_accounting")
     run_dir = run(tiny(*CANARIES, _rule(2.0)), Progress("quiet")).run_dir
@@ -112,6 +114,7 @@ def test_a_run_that_cannot_be_audited_is_rejected(
 EXAMPLES = ("train.optimiser.private={noise: 2.0}", "evaluate.clients=none")
 
 
+@pytest.mark.slow
 def test_the_epsilon_of_single_clips_is_printed_before_any_training(tiny: Tiny, tmp_path: Path, raydfl: Raydfl) -> None:
     """The oracle is the accounting of each client, in half of the three rounds, rounded up."""
     pytest.importorskip("dp_accounting")

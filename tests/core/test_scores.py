@@ -32,6 +32,7 @@ def split_scores(scores: Scores, places: list[int]) -> list[dict[str, Scores]]:
     ]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(20, 60), st.booleans(), st.lists(st.integers(0, 60), max_size=5))
 def test_pooled_scores_match_scikit_learn(seed: int, clips: int, ties: bool, places: list[int]) -> None:
     whole = draw_scores(seed, clips, ties=ties)

@@ -363,6 +363,7 @@ def test_unreadable_clips_raise_or_are_skipped(tmp_path: Path, small_chunks: Non
     assert (fixed.lengths == 0).sum() == 4
 
 
+@pytest.mark.slow
 def test_missing_files_raise_or_are_skipped(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data")
     manifest = Folder(root=root).manifest()

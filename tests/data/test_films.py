@@ -106,6 +106,7 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
+@pytest.mark.slow
 def test_silent_and_broken_videos_and_a_missing_decoder_are_reported(
     job: Path, raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

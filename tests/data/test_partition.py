@@ -123,6 +123,7 @@ def test_training_clips_need_a_group() -> None:
         deal(4, 2, columns={"speakers": list("aabb")}, by="group", column="speaker")
 
 
+@pytest.mark.slow
 def test_unbalanced_dirichlet_follows_its_distribution() -> None:
     """A client's share of a label has the law Beta(alpha, alpha (clients - 1)). Labels are independent."""
     alpha, clients = 0.7, 5

@@ -75,6 +75,7 @@ def test_a_missing_package_and_other_files_are_reported(tmp_path: Path, monkeypa
         find_networks()
 
 
+@pytest.mark.slow
 @needs_package
 def test_a_run_trains_a_head_and_predicts_recordings(
     raydfl: Raydfl, tiny: Callable[..., Config], tmp_path: Path

@@ -89,6 +89,7 @@ def test_a_batch_has_the_images_of_the_column(tiny: Tiny, folder: Path) -> None:
     torch.testing.assert_close(part.views["picture"], batch.views["picture"][[2, 0]])
 
 
+@pytest.mark.slow
 def test_batched_and_unbatched_training_agree_and_both_networks_learn(tiny: Tiny, folder: Path) -> None:
     transforms = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     models = {}

@@ -67,6 +67,7 @@ def test_a_new_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[str]) -> None:
     """The three networks are for the server, the clients, and the exported tensors that are never sent."""
     run_dir = run(tiny(*EVERYTHING), on_round=lambda report: True).run_dir
@@ -88,6 +89,7 @@ def test_a_pickled_configuration_builds_components_on_demand(tiny: Tiny, build_c
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
 
 
+@pytest.mark.slow
 def test_another_process_loads_user_files_itself(tiny: Tiny, tmp_path: Path) -> None:
     """The pickle refers to no user module, because another process may not find it."""
     file = tmp_path / "mine.py"

@@ -75,6 +75,7 @@ def test_a_column_of_the_profile_gives_each_client_its_pace(tiny: Tiny) -> None:
     assert read_rows(known_run(config), "virtual_seconds") == [100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_a_run_resumes_after_any_step_with_clients_in_flight(tiny: Tiny, method: str) -> None:
     whole_config = tiny(*ASYNCHRONOUS, method=method)
@@ -290,6 +291,7 @@ def descend(start: np.ndarray, target: float) -> np.ndarray:
     return model
 
 
+@pytest.mark.slow
 def test_thirty_steps_equal_fedbuff(tiny: Tiny) -> None:
     """Algorithm 1 of FedBuff: w <- w + eta / K sum_k s(tau_k) (y_k - w_(t - tau_k))."""
     config = tiny(*REFERENCE, "train.fleet.buffer=3", "method.server_lr=0.7", method=f"{EXTRA}:Quadratic")

@@ -158,6 +158,7 @@ def test_metrics_of_clients_are_recorded_only_outside_the_guarantee(tiny: Tiny) 
     assert replay(result.run_dir, 1, losses[0].client).metrics["loss"] == losses[0].value
 
 
+@pytest.mark.slow
 def test_the_epsilon_limit_ends_the_training_before_a_client_exceeds_it(tiny: Tiny) -> None:
     all_clients = (*PRIVATE, "train.cohort=1.0")
     run(tiny(*all_clients, "train.rounds=1", "run.name=first"), Progress("quiet"))

@@ -276,6 +276,7 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
     assert score > 0.8, f"{method}: {score}"
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_block_the_corrected_run(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="no tensor's name begins with 'model/head'"):
         run(tiny("method.personal=[model/head]", "run.name=retry", method="fedper"))

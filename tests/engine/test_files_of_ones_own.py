@@ -118,6 +118,7 @@ def test_configurations_without_files_keep_their_digest(tiny: Tiny) -> None:
     assert make_config(attacked).digest() == "9ceeb475c52a1185"
 
 
+@pytest.mark.slow
 def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_files: Tiny, tmp_path: Path) -> None:
     config = configure_files()
     folder = run(config).run_dir
@@ -131,6 +132,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
     assert raydfl("resume", folder, "train.rounds=3").code == 0
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_resumed(
     raydfl: Raydfl, configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, me
     assert shapes == {(f"low:{model}/confusion", (3, 3)), (f"high:{model}/confusion", (5, 5))}
 
 
+@pytest.mark.slow
 def test_batched_training_gives_the_same_models_and_a_resumed_run_the_same_bits(tiny: Tiny) -> None:
     whole = train_federation(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
     batched = train_federation(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))

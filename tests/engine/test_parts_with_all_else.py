@@ -202,6 +202,7 @@ def test_sets_of_classes_cannot_be_hidden(tiny: Tiny) -> None:
         tiny(*chords, "data.unlabelled={keep: 0.5}")
 
 
+@pytest.mark.slow
 def test_parts_may_have_views_and_a_resumed_run_has_the_same_bits(tiny: Tiny, folder: Path) -> None:
     parts = f"{VIEWS}, parts: {{one: {{}}, two: {{leave_out: []}}}}"
     config = make_config(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")

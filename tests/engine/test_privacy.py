@@ -118,6 +118,7 @@ def test_poisson_sampling_without_privacy_keeps_the_models_of_an_empty_round(tin
     assert all(loss[number] == loss[number - 1] for number in empty if number > 1)
 
 
+@pytest.mark.slow
 def test_poisson_cohorts_are_binomial(tiny: Tiny) -> None:
     """Over 60 rounds, 6 clients take part with probability 1/3 each: 2 a round, standard error 0.15."""
     config = tiny(
@@ -247,6 +248,7 @@ def test_metrics_of_clients_are_recorded_only_outside_the_guarantee(tiny: Tiny) 
     assert "gaussian/clipped" in {row.metric for row in rows["outside"]} - {row.metric for row in rows["none"]}
 
 
+@pytest.mark.slow
 def test_the_epsilon_limit_ends_the_training_before_it_is_exceeded(tiny: Tiny) -> None:
     mechanism = Mechanism(6, 3, "fixed", 2.0, 6**-1.1)
     limit = (mechanism.compute_epsilon(2) + mechanism.compute_epsilon(3)) / 2

@@ -50,6 +50,7 @@ def _simulate(noise: float, rng: np.random.Generator, canaries: int = 40, parame
     return Cosines(directions @ released / np.linalg.norm(released), parameters, DELTA)
 
 
+@pytest.mark.slow
 def test_the_lower_bound_exceeds_a_true_epsilon_of_two_in_at_most_two_of_twenty_runs() -> None:
     """The exact epsilon of a Gaussian mechanism with noise s is that of normals at distance 1 / s."""
     noise, rng = 1.1163, np.random.default_rng(0)
@@ -61,11 +62,13 @@ def test_the_lower_bound_exceeds_a_true_epsilon_of_two_in_at_most_two_of_twenty_
     assert np.mean(many) == pytest.approx(true, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_lower_bound_exceeds_ten_in_all_runs_without_noise() -> None:
     rng = np.random.default_rng(1)
     assert min(_simulate(0.0, rng).compute_lower_bound() for _ in range(20)) > 10
 
 
+@pytest.mark.slow
 def test_directions_that_were_never_sent_have_a_lower_bound_of_zero() -> None:
     rng, bounds = np.random.default_rng(2), []
     for _ in range(20):

@@ -118,6 +118,7 @@ def test_invalid_settings_are_rejected(tiny: Tiny, settings: list[str], message:
         tiny(*settings, method="fedmlac")
 
 
+@pytest.mark.slow
 def test_a_profile_selects_the_architecture(tiny: Tiny) -> None:
     config = tiny(BY_TURN, CHOICES, method="fedmlac")
     for client in load_clients(config):

@@ -78,6 +78,7 @@ def test_the_best_round_and_the_stop_agree_with_a_count_by_hand() -> None:
     assert Phases(("a", "b", "c"), (0, 10, 15)).end("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_and_keeps_the_best_round_even_if_killed(tiny: Tiny) -> None:
     config = make_config(tiny, *STOPPING)
     folder = Path(config.run.dir) / "tiny"

@@ -144,6 +144,7 @@ def test_batched_clients_appear_one_after_another_in_the_timeline(tiny: Tiny, ru
     assert (np.diff(timeline[:, 2:].ravel()) >= -1e-9).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_times_in_the_report_add_up_to_the_round(tiny: Tiny, run_with_events: Any, tmp_path: Path) -> None:
     folder, _ = run_with_events(tiny("train.rounds=5", "run.name=page"))

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "label"), CASES)
 def test_every_run_of_a_study_measures_the_scores_of_its_cells(name: str, label: str, mimii: Path) -> None:
     study = load(name, mimii)

@@ -199,6 +199,7 @@ def finish_study(grid: StudyFile) -> Study:
     return study
 
 
+@pytest.mark.slow
 def test_tables_from_json_files_equal_tables_from_run_folders(finished_study: Study) -> None:
     before = read_results(finished_study)
     text = markdown(before)
@@ -285,6 +286,7 @@ def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: St
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_results_of_a_different_configuration_end_with_exit_code_2(
     finished_study: Study, grid: StudyFile, raydfl: Raydfl
 ) -> None:
@@ -411,6 +413,7 @@ def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> No
     assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
 
 
+@pytest.mark.slow
 def test_agreement_with_true_groups_is_a_further_metric_over_the_rounds(grid: StudyFile) -> None:
     """Oracle: the recorded index of each round, in per cent; a contestant without groups has no curve."""
     index = {"score": "tasks/rand_index", "split": "server", "label": "adjusted Rand index"}
@@ -442,6 +445,7 @@ def test_a_result_has_the_budget_of_its_run(grid: StudyFile) -> None:
     assert all(sums.values())
 
 
+@pytest.mark.slow
 def test_a_result_without_a_column_of_the_budget_has_a_dash(finished_study: Study) -> None:
     read_results(finished_study)
     path = next(trial.result_file for trial in finished_study.trials if trial.labels == ("clean", "FedAvg"))
@@ -477,6 +481,7 @@ def test_a_score_of_several_data_sets_is_the_mean_over_them(grid: StudyFile) -> 
         order.find_score({"test low:model/accuracy": 0.5})
 
 
+@pytest.mark.slow
 def test_a_result_has_the_controls_of_the_headlines_test_set(grid: StudyFile) -> None:
     study = load_study(grid())
     trial = study.trials[0]

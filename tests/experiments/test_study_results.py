@@ -287,6 +287,7 @@ def test_all_files_contain_the_same_scores(results: tuple[StudyResults, dict[str
     assert len(records(table)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_page_has_tables_figures_and_links(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
     page = write_page(results[0])

@@ -72,6 +72,7 @@ def test_a_trial_requests_resources_for_its_process_and_its_actors(tiny: Callabl
         federation.default_resource_request({"ray.actors": "per_client"})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_to_the_same_bits_or_with_another_rate(
     tiny: Callable[..., Config], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_an_early_stopped_trial_is_finished_and_reports_its_round(
     assert not is_complete(_run_folder(config), tiny("train.rounds=9"))
 
 
+@pytest.mark.slow
 def test_an_unjudged_trial_has_one_result_and_stops_after_its_round(
     tiny: Callable[..., Config], create_trial: Callable[..., tune.Trainable], tmp_path: Path
 ) -> None:

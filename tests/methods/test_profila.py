@@ -243,6 +243,7 @@ FILM = ("models.model=film_cnn_tiny", "data.transforms=[{name: random_crop, size
 ADAM = ("train.optimiser={name: adam, lr: 0.0005, keep: true}", "train.local_epochs=2", "train.cohort=3")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_kept_moments_has_the_same_bits(tiny: Tiny) -> None:
     settings = [*FILM, *ADAM, "train.rounds=4", "method.history=2"]  # an option of profila_as_run
     reference = known(tiny(*settings, method="profila"))

@@ -171,6 +171,7 @@ def test_a_submission_to_dcase_has_files_for_each_machine(
     assert "noise.wav do not identify a machine. Name files MACHINE/test/section_NN_...wav" in result.err
 
 
+@pytest.mark.slow
 def test_predict_scores_the_test_clips_of_a_run_and_the_report_shows_them(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], pictures: object
 ) -> None:

@@ -393,6 +393,7 @@ def test_a_run_without_commits_is_replaced(make_remote: Tiny, remote: Path, tiny
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands_accept_a_uri(
     make_remote: Tiny, remote: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

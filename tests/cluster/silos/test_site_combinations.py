@@ -99,6 +99,7 @@ def test_the_success_of_a_backdoor_is_measured_at_all_sites(silos: Silos) -> Non
     assert success["count"] == sum(len(population.triggered) for population in at_sites.values()) > 0
 
 
+@pytest.mark.slow
 def test_parts_of_some_sites_resume_to_the_same_bits(silos: Silos) -> None:
     settings = (PARTS, "train.cohort=1.0", "train.rounds=2")
     whole = silos(*settings, "run.name=whole", **SOUTH_ALONE)

@@ -292,6 +292,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(silos: Silos) -> None:
     assert not orphan.exists()
 
 
+@pytest.mark.slow
 def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
     config = silos("train.rounds=8", "train.cohort=9", "run.keep=2")
     runs.run(config)

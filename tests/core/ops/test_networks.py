@@ -161,6 +161,7 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_portable_kernels_match_torch() -> None:
     environment = {**os.environ, "RAYDFL_PORTABLE": "1"}

@@ -82,6 +82,7 @@ def test_anomalies_are_detectable_only_with_strength() -> None:
 RHYTHM = dataclasses.replace(SMALL, anomalies=("disorder", "hunting"), seconds=2.0, strength_db=0.0)
 
 
+@pytest.mark.slow
 def test_rhythms_are_detectable_by_modulation_but_not_by_loudness_or_mean_frames() -> None:
     """The standard error of an AUC of 0.5 is 0.04."""
     corpus = dataclasses.replace(

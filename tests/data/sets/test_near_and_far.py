@@ -156,6 +156,7 @@ def make_settings(noise: Path, first: str, other: str, **options: Any) -> list[s
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["modality_mirror", "multifl", "unifl", "harmony"])
 def test_methods_of_several_views_hear_the_far_microphone(
     tiny: Callable[..., Config], noise: Path, method: str

@@ -380,6 +380,7 @@ def test_contradictory_and_out_of_range_options_are_rejected(options: dict[str, 
         build(find_dataset("spoken_words"), options, "data")
 
 
+@pytest.mark.slow
 def test_words_can_be_classified_across_speakers() -> None:
     """Least squares on coarse spectrograms of 32 speakers recognises most words of 8 new speakers."""
     dataset = SpokenWords(speakers=40, takes=1)
