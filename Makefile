@@ -62,12 +62,12 @@ release: $(INSTALLED) wheel requirements
 	.venv/bin/python tools/sbom.py build/release/raydfl.cdx.json
 	cd build/release && sha256sum * > SHA256SUMS
 
-# The hashes are those of the index that uv uses (UV_DEFAULT_INDEX). Other builds of a version have others: PyTorch for CPUs.
+# pymdown-extensions needs Python 3.11.5. The hashes are those of the index that uv uses (UV_DEFAULT_INDEX). Other builds of a version have others: PyTorch for CPUs.
 requirements:
 	@command -v uv >/dev/null || { echo 'make requirements needs uv: install it (pip install uv)' >&2; exit 2; }
 	mkdir -p build
 	rm -f build/requirements.txt
-	uv pip compile $(PINS) --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --quiet \
+	uv pip compile $(PINS) --no-deps --universal --python-version 3.11.5 --generate-hashes --no-annotate --no-header --quiet \
 		--output-file build/requirements.txt
 
 # Without the tool or its data, it prints a line and succeeds; a known vulnerability is an error.
