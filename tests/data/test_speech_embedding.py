@@ -32,6 +32,7 @@ def fresh() -> Iterator[None]:
     find_networks.cache_clear()
 
 
+@pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize("samples", [1, 1_279, 8_000, 16_000, 40_001])
 def test_frames_equal_openwakeword(samples: int) -> None:

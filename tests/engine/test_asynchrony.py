@@ -131,6 +131,7 @@ def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny) -> None:
     assert stale > 0
 
 
+@pytest.mark.slow
 def test_clients_in_flight_at_the_end_of_a_phase_are_discarded(tiny: Tiny) -> None:
     """The queue keeps its time. A run resumed at the change of the phase gives the same bits."""
     settings = (
@@ -184,6 +185,7 @@ def test_the_share_of_slow_clients_in_a_forecast(tiny: Tiny) -> None:
     assert forecast.share_of_slowest == pytest.approx(0.1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) -> None:
     """The limit is the end of the second round. This round is evaluated, although no evaluation is due."""
     settings = (*ASYNCHRONOUS, "train.rounds=12", "evaluate.every=5")
@@ -307,6 +309,7 @@ def test_thirty_steps_equal_fedbuff(tiny: Tiny) -> None:
         np.testing.assert_allclose(last[name], states[-1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_thirty_steps_equal_fedasync(tiny: Tiny) -> None:
     """Algorithm 1 of FedAsync with the polynomial staleness function: w <- (1 - a_t) w + a_t y, a_t = a (1 + tau)^-0.7."""
     settings = ("train.fleet.buffer=1", "train.fleet.mix=model", "train.fleet.stale.power=0.7", "method.server_lr=0.6")

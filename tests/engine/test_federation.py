@@ -86,6 +86,7 @@ def test_a_shared_model_of_two_architectures_is_rejected(tiny: Tiny) -> None:
         run(config)
 
 
+@pytest.mark.slow
 def test_compaction_bounds_the_private_store(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
     reference = known(tiny(*common, method="fedmlac"))
@@ -245,6 +246,7 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
     assert outcome.scores["test model/loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.slow
 # ProFiLA does not classify.
 @pytest.mark.parametrize(
     "method", each_method(name for name in registry.names("raydfl.methods") if not name.startswith("profila"))
@@ -297,6 +299,7 @@ def test_moving_a_method_file_keeps_the_digest(tiny: Tiny, tmp_path: Path) -> No
     assert digests != {tiny().digest()}
 
 
+@pytest.mark.slow
 def test_the_state_is_the_same_with_and_without_a_resume(tiny: Tiny) -> None:
     """A method always sees its state as stored, including tuples, numeric keys and tensors with shared memory."""
     setting = f"method.name={EXTRA}:Twins"

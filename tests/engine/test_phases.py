@@ -48,6 +48,7 @@ def test_the_last_phase_has_the_remaining_rounds() -> None:
         find_starts(9, d=2)
 
 
+@pytest.mark.slow
 def test_settings_of_a_phase_affect_only_that_phase(tiny: Tiny, folder: Path) -> None:
     base = known(federation(tiny, folder, "modality_mirror", *TWO))
     for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
@@ -58,6 +59,7 @@ def test_settings_of_a_phase_affect_only_that_phase(tiny: Tiny, folder: Path) ->
         }
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_any_phase_has_the_same_bits(tiny: Tiny, folder: Path) -> None:
     undisturbed = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
     config = federation(tiny, folder, "modality_mirror", *TWO, LR, "run.name=stopped")

@@ -246,6 +246,7 @@ def test_unfinished_contestants_have_no_conclusion(finished_study: Study) -> Non
     assert conclusions["wrong", "FedProx"] == "better"
 
 
+@pytest.mark.slow
 def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
     for trial in finished_study.trials:
         write_result(finished_study, trial)
@@ -297,6 +298,7 @@ def test_results_of_a_different_configuration_end_with_exit_code_2(
     assert "is the result of a configuration outside the study (30 files)" in result.err
 
 
+@pytest.mark.slow
 def test_a_result_with_a_changed_digest_is_refused(finished_study: Study) -> None:
     read_results(finished_study)
     path = finished_study.trials[0].result_file
@@ -350,6 +352,7 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     assert "Not tuned, with the settings of FedAvg: centralised." in " ".join(describe_results(read_results(study)))
 
 
+@pytest.mark.slow
 def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
     search = load_study(
         write_tuning(grid, domains={"train.optimiser.lr": {"grid": [0.01 * at for at in range(3, 11)]}})
@@ -399,6 +402,7 @@ def test_fewer_than_eight_tuning_trials_are_refused(grid: StudyFile, tuned_keys:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> None:
     read_results(finished_study)
     for trial in finished_study.trials:
@@ -457,6 +461,7 @@ def test_a_result_without_a_column_of_the_budget_has_a_dash(finished_study: Stud
     assert {line[column] for line in lines if line[:2] != ["clean", "FedAvg"]} == {"-"}
 
 
+@pytest.mark.slow
 def test_a_score_of_several_data_sets_is_the_mean_over_them(grid: StudyFile) -> None:
     parts = {"low": {"speakers": 4}, "high": {"classes": 5, "first": 10, "speakers": 3}}
     study = load_study(grid(settings={"train.rounds": 2, "data.parts": parts}))

@@ -463,6 +463,7 @@ def test_latex_has_the_best_draws_of_every_cell(search_file: StudyFile, monkeypa
     assert "The table has the best 2 draws of each cell." in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_page_of_a_search_shows_its_results(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_module, "_TREES", 50)
@@ -489,6 +490,7 @@ def test_the_page_of_a_search_shows_its_results(search_file: StudyFile, monkeypa
     assert "No trial has a score yet." in write_page(collect(load_study(search_file("none", samples=1)))).read_text()
 
 
+@pytest.mark.slow
 def test_importance_finds_the_effective_setting(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_module, "_TREES", 50)
     study = load_study(search_file(samples=30))

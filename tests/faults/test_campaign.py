@@ -24,6 +24,7 @@ def test_the_table_lists_kills_and_their_effects() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_runs_are_compared_bit_by_bit(tmp_path: Path) -> None:
     short = ["ray.actors=0", "train.rounds=2"]
     runs = [

@@ -49,6 +49,7 @@ def replay_round(run_dir: Path, round_number: int) -> dict[str, bytes]:
     return tensors
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_base")
 def test_results_do_not_depend_on_the_time_of_an_index(tiny: Tiny, reference: Path) -> None:
     config = tiny(*ROUNDS, "run.name=based", method="fedmlac")

@@ -214,6 +214,7 @@ def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
             assert ("accepted" in client_metrics) is (name == "all")
 
 
+@pytest.mark.slow
 def test_the_report_draws_the_metrics_of_a_loss(tiny: Tiny) -> None:
     for name, reports in (("all", ["accepted", "pseudo_label_accuracy"]), ("labelled", [])):
         config = tiny("train.rounds=2", f"method.learn_from={name}", f"run.name={name}", method="fedstar")

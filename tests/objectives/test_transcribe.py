@@ -165,6 +165,7 @@ def test_actors_give_the_same_bits(tiny: Tiny, ray_session: None, actors: int) -
     assert_same_bits(serial, read_tensors(outcome.run_dir))
 
 
+@pytest.mark.slow
 def test_predictions_equal_the_values_of_the_run(tiny: Tiny) -> None:
     config = tiny(
         *SPOKEN,

@@ -62,6 +62,7 @@ def test_a_store_returns_the_uploaded_files(store: str, tmp_path: Path) -> None:
     assert remote.files() == {}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
     reference = known(tiny(method="fedmlac"))
 

@@ -261,6 +261,7 @@ def test_a_lock_is_not_fetched(tmp_path: Path) -> None:
     assert lock.stat().st_ino == before
 
 
+@pytest.mark.slow
 def test_a_lost_store_stops_the_run_without_local_losses(
     make_remote: Tiny, remote: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_the_location_of_folders_does_not_change_results(silos: Silos) -> None:
     assert_same_bits(load_population(here), load_population(there))
 
 
+@pytest.mark.slow
 def test_sites_may_use_the_same_folder(silos: Silos, tmp_path: Path) -> None:
     """Separate machines often use equal paths. Two sites on one machine keep their clients apart."""
     one = {"folder": str(tmp_path / "one")}
@@ -220,6 +221,7 @@ def test_sites_may_use_the_same_folder(silos: Silos, tmp_path: Path) -> None:
     assert_same_bits(load_population(apart), load_population(shared))
 
 
+@pytest.mark.slow
 def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start succeeds, even with a changed configuration."""
 
@@ -278,6 +280,7 @@ def test_the_content_of_a_site_changes_results(silos: Silos) -> None:
     assert differ(load_population(here), load_population(other))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_same_bits(silos: Silos) -> None:
     reference, stopped = silos("train.rounds=4", "run.name=whole"), silos("train.rounds=4", "run.name=stopped")
     runs.run(reference)

@@ -269,6 +269,7 @@ def test_the_corpus_can_have_the_twelve_classes_of_keyword_spotting() -> None:
         assert np.abs(clip).max() <= 0.9
 
 
+@pytest.mark.slow
 def test_the_corpus_can_have_the_size_of_speech_commands() -> None:
     dataset = SpokenWords(speakers=2618, words="speech_commands_35", clips=105_829)
     manifest = dataset.manifest()
