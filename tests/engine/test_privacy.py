@@ -405,3 +405,21 @@ def test_a_missing_library_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         ConfigError, match=r"needs the package dp-accounting. Install it: pip install 'raydfl\[privacy\]'"
     ):
         Mechanism(6, 3, "fixed", 2.0, 0.1).compute_epsilon(1)
+
+
+@pytest.mark.slow
+def test_mlflow_marks_runs_without_a_guarantee(tiny: Tiny, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    stated = (*NOISY, SEED, "privacy.as_if={clients: 5000, cohort: 100}")
+    run(tiny(*stated, "track.mlflow=true", f"track.uri={store}", "track.experiment=marks"), Progress("quiet"))
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("marks")
+    assert experiment is not None
+    (logged,) = client.search_runs([experiment.experiment_id])
+    assert logged.data.tags["raydfl.privacy"] == (
+        "as if 100 of 5,000 clients took part in a round; for study: anyone who knows the seed can subtract the noise"
+    )
+    epsilons = {name: value for name, value in logged.data.metrics.items() if "epsilon" in name}
+    assert epsilons == {"work/privacy/epsilon_as_if": Mechanism(5000, 100, "fixed", 2.0, 5000**-1.1).compute_epsilon(3)}
