@@ -62,7 +62,8 @@ release: $(INSTALLED) wheel requirements
 	.venv/bin/python tools/sbom.py build/release/raydfl.cdx.json
 	cd build/release && sha256sum * > SHA256SUMS
 
-# pymdown-extensions needs Python 3.11.5. The hashes are those of the index that uv uses (UV_DEFAULT_INDEX). Other builds of a version have others: PyTorch for CPUs.
+# The hashes are those of the index that uv uses (UV_DEFAULT_INDEX). Other builds of a version have others: PyTorch for CPUs.
+# Python 3.11.5 is the oldest version for all pinned packages (pymdown-extensions, for the documentation).
 requirements:
 	@command -v uv >/dev/null || { echo 'make requirements needs uv: install it (pip install uv)' >&2; exit 2; }
 	mkdir -p build

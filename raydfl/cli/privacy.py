@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -22,11 +22,20 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
     """Print the epsilon of each noise for the run configured in FILE, without training.
 
     The configuration needs the rule gaussian (guarantee of clients) or train.optimiser.private (guarantee of clips). The
-    signal-to-noise ratio is the largest possible sum of changes, or of a step's gradients, divided by the norm of the noise. Below
-    1, the noise is larger than everything that enters the sum.
+    signal-to-noise ratio is the largest possible sum of changes, or of a step's gradients, divided by the norm of the noise.
+    Below 1, the noise is larger than everything that enters the sum. The column "last model" is the standard deviation of the
+    noise in the last model, relative to the clip.
     """
     from raydfl.data import build_population  # PyTorch takes seconds
-    from raydfl.engine import Clients, count_parameters, expect_steps, load_config, plan_examples, plan_mechanism
+    from raydfl.engine import (
+        Clients,
+        count_parameters,
+        expect_steps,
+        load_config,
+        plan_examples,
+        plan_mechanism,
+        sum_deviation,
+    )
     from raydfl.rules import Gaussian
 
     config = load_config(file, overrides or [])
@@ -51,34 +60,38 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
         steps = {(clips, expect_steps(config, clips, clients.eligible)): number for clips, number in counts.items()}
         _print_examples(by_example, steps, parameters)
     else:
-        _print_clients(plan_mechanism(config, clients.eligible), rounds, parameters)
+        summed = sum_deviation(cast(Gaussian, rule).bands, rounds)
+        _print_clients(plan_mechanism(config, clients.eligible), rounds, parameters, summed)
 
 
-def _print_clients(mechanism: Any, rounds: int, parameters: int) -> None:
+def _print_clients(mechanism: Any, rounds: int, parameters: int, summed: float) -> None:
     """Print the epsilon of each noise with the rule gaussian.
 
     Args:
         mechanism: Mechanism of the run (``raydfl.engine.accounting.Mechanism``).
         rounds: Number of rounds.
         parameters: Number of elements with noise.
+        summed: Standard deviation of the sum of all rounds' noise, relative to one round's independent noise.
     """
     console, sampling = (
         Console(highlight=False),
         "by Poisson sampling" if mechanism.draw == "poisson" else "of fixed number",
     )
-    console.print(
-        f"{mechanism.clients} clients, {mechanism.cohort} a round {sampling}, {rounds} rounds, {parameters:,} parameters\n"
-        f"{f'a client takes part in one of {mechanism.rest} rounds' + chr(10) if mechanism.rest > 1 else ''}"
-        f"{f'{mechanism.assumption}, in a run with {mechanism.simulated}' + chr(10) if mechanism.simulated else ''}"
+    lines = [
+        f"{mechanism.clients:,} clients, {mechanism.cohort:,} a round {sampling}, {rounds} rounds, {parameters:,} parameters",
+        f"a client takes part in one of {mechanism.rest} rounds" * (mechanism.rest > 1),
+        f"{mechanism.assumption}, in a run with {mechanism.simulated}" * bool(mechanism.simulated),
         f"delta {mechanism.delta:.3g}, neighbours: {mechanism.neighbours}",
-        markup=False,
-    )
-    table = Table("noise", "epsilon", "signal / noise", "", box=None, pad_edge=False)
+    ]
+    console.print("\n".join(filter(None, lines)), markup=False)
+    table = Table("noise", "epsilon", "signal / noise", "last model", "", box=None, pad_edge=False)
     for noise in sorted({*_NOISES, mechanism.noise}):
         row = dataclasses.replace(mechanism, noise=noise)
         mark = "this configuration" if noise == mechanism.noise else ""
         epsilon, ratio = row.compute_epsilon(rounds), row.compute_ratio(parameters)
-        table.add_row(f"{noise:.4g}", f"{epsilon:.3g}", f"{ratio:.3g}", mark)
+        table.add_row(
+            f"{noise:.4g}", f"{epsilon:.3g}", f"{ratio:.3g}", f"{noise * summed / mechanism.cohort:.3g}", mark
+        )
     console.print(table)
     if mechanism.compute_ratio(parameters) < 1:
         needed = math.ceil(mechanism.noise * math.sqrt(parameters))

@@ -121,12 +121,17 @@ class SitePolicy(Settings):
         by_clip = private is not None and private.noise > 0
         by_client = options["name"] == "gaussian" and options.get("noise") != 0
         for_study = config.privacy.as_if is not None or config.privacy.key == "seed"
-        if self.differential_privacy and (for_study or not (by_client or by_clip)):
+        if self.differential_privacy and not (by_client or by_clip):
             raise self.reject(
                 "differential_privacy",
-                "it requires differential privacy, but the run "
-                + ("is a study without it (privacy.as_if or privacy.key)" if for_study else "has none"),
+                "it requires differential privacy, but the run has none",
                 "Set method.rule='{name: gaussian, noise: ...}' (raydfl privacy FILE prints the epsilon of each noise).",
+            )
+        if self.differential_privacy and for_study:
+            raise self.reject(
+                "differential_privacy",
+                "it requires differential privacy, but the noise of the run gives none",
+                "Set privacy.key=secret and privacy.as_if=null.",
             )
         if self.maximum_rounds is not None and config.train.rounds > self.maximum_rounds:
             raise self.reject(

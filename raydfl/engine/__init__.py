@@ -5,6 +5,7 @@ of users, and storage/ the files of a run.
 """
 
 from raydfl.engine.autotune import measure_once
+from raydfl.engine.banded_noise import sum_deviation
 from raydfl.engine.baselines import LOCAL, POOLED
 from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
@@ -82,5 +83,6 @@ __all__ = [
     "prepare_privacy",
     "split_groups",
     "split_pieces",
+    "sum_deviation",
     "try_models",
 ]

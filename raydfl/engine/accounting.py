@@ -64,17 +64,17 @@ class Mechanism:
         """Neighbouring data sets of the guarantee."""
         if self.draw == "fixed":
             return "replacing the data of one client"
-        # With turns, a new client would move others to other groups.
-        return "adding or removing " + ("one client" if self.rest == 1 else "the data of one client in the list")
+        # With turns, a new client would move clients to another group.
+        return "adding or removing " + ("one client" if self.rest == 1 else "the data of one listed client")
 
     @property
     def assumption(self) -> str:
-        """Mark of a guarantee for other numbers of clients than the run's; empty: for those of the run."""
+        """Mark of a guarantee for stated numbers of clients; empty: for the run's own clients."""
         return f"as if {self.cohort:,} of {self.clients:,} clients took part in a round" if self.simulated else ""
 
     @property
     def run_cohort(self) -> int:
-        """Number of clients by which the run divides its sum."""
+        """Divisor of the run's sum."""
         return self.simulated or self.cohort
 
     @property
@@ -154,7 +154,7 @@ def _start_search(mechanism: Mechanism, epsilon: float, rounds: int) -> float:
 
 @functools.lru_cache(4096)
 def _compute_epsilon(mechanism: Mechanism, turns: int) -> float:
-    """Compute epsilon after a number of rounds in which a client's group has its turn."""
+    """Compute epsilon after some turns of a client's group."""
     if mechanism.draw == "fixed":
         return _compute_renyi(mechanism, mechanism.noise, turns)
     loss = _make_loss(mechanism.noise, mechanism.cohort * mechanism.rest / mechanism.clients, _INTERVAL)
@@ -177,7 +177,7 @@ def _compute_renyi(mechanism: Mechanism, noise: float, turns: int, orders: range
     Args:
         mechanism: The mechanism, whose noise does not count.
         noise: Noise multiplier.
-        turns: Number of rounds in which a client's group has its turn.
+        turns: Number of turns of a client's group.
         orders: Orders of the divergence; ``None``: those of dp-accounting.
     """
     import dp_accounting

@@ -29,6 +29,15 @@ def compute_bands(bands: int) -> np.ndarray:
     return normalised
 
 
+def sum_deviation(bands: int, rounds: int) -> float:
+    """Compute the standard deviation of the sum of all noise, relative to a number of the independent noise."""
+    coefficients, inverse = compute_bands(bands), np.zeros(rounds)
+    for place in range(rounds):
+        earlier = inverse[max(0, place - bands + 1) : place][::-1]
+        inverse[place] = ((place == 0) - coefficients[1 : len(earlier) + 1] @ earlier) / coefficients[0]
+    return float(np.linalg.norm(np.cumsum(inverse)))
+
+
 class BandedNoise:
     """Noise of all rounds. It is drawn again after a restart, so nothing is stored.
 
@@ -50,15 +59,14 @@ class BandedNoise:
 
         The memory is (bands - 1) x 8 bytes for each value. After a restart, the noise of all earlier rounds is computed once.
         """
-        if round_index < self._rounds or (self._latest and len(self._latest[0]) != size):
+        if round_index < self._rounds:
             self._latest.clear()
             self._rounds = 0
-        if self._latest.maxlen == 0:
-            self._rounds = round_index
-        for earlier in range(self._rounds, round_index):
-            self._latest.appendleft(self._compute(earlier, size))
-        noise = self._compute(round_index, size)
-        self._latest.appendleft(noise)
+        # Without correlation, no earlier noise is needed.
+        first = self._rounds if self._latest.maxlen else round_index
+        for earlier in range(first, round_index + 1):
+            noise = self._compute(earlier, size)
+            self._latest.appendleft(noise)
         self._rounds = round_index + 1
         return noise
 

@@ -87,7 +87,7 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
 
 
 class Turns:
-    """Groups of clients that take turns (``train.clients.rest``), so that each client takes part in one of ``rest`` rounds.
+    """Groups of clients in turn (``train.clients.rest``): one group in each round.
 
     Args:
         eligible: Indices of the eligible clients, int [eligible].

@@ -281,7 +281,7 @@ class Available(OnDemand[Client]):
         place = int(np.searchsorted(self._unavailable, index))
         return place == len(self._unavailable) or int(self._unavailable[place]) != index
 
-    @property
+    @functools.cached_property
     def draw(self) -> Draw | None:
         """Weights and strata of the available clients; ``None``: uniform sampling."""
         whole = self._clients.draw

@@ -18,7 +18,7 @@ from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 
 
-def clip_factors(lengths: np.ndarray, limit: float) -> np.ndarray:
+def clip_factors(lengths: np.ndarray, limit: float | np.ndarray) -> np.ndarray:
     """Compute clipping factors ``min(1, limit / lengths)``: float64, 1 for lengths of 0."""
     factors = np.ones(len(lengths))
     np.divide(limit, lengths, out=factors, where=lengths > limit)

@@ -40,6 +40,7 @@ from raydfl.rules._changes import ServerTensors
 from raydfl.rules._cuts import fill_cuts
 from raydfl.rules._rule import Aggregate
 from raydfl.rules._weights import find_unweighted, flatten_current, scale_weight
+from raydfl.rules.centred_clipping import clip_factors
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
 
@@ -151,7 +152,7 @@ class Gaussian(UniformMean):
             raise ValueError("clip is .inf, so no noise can hide a client. Set clip to a number")
         for name, neutral in {"groups": "all", "bands": 1}.items():
             if isinstance(self.clip, AdaptiveClip) and getattr(self, name) != neutral:
-                raise ValueError(f"{name} is {getattr(self, name)}, which needs a constant clip. Set clip to a number")
+                raise ValueError(f"{name}={getattr(self, name)} needs a constant clip. Set clip to a number")
         return self
 
     def check(self, tensors: Mapping[str, Tensors]) -> None:
@@ -229,8 +230,10 @@ class Gaussian(UniformMean):
         base, layout = ServerTensors(current), Layout.from_tensors(current[self.key])
         lengths: list[float] = []
         factors: list[float] = []
-        shares = {name: math.sqrt(math.prod(tensor.shape) / layout.size) for name, tensor in current[self.key].items()}
-        shares[_WHOLE] = 1.0
+        limits = {_WHOLE: clip}
+        if self.groups == "tensors":
+            sizes = {name: math.prod(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)}
+            limits = {name: clip * math.sqrt(size / layout.size) for name, size in sizes.items()}
 
         def clip_changes(updates: Iterable[Update]) -> Iterator[Update]:
             for update in updates:
@@ -239,15 +242,13 @@ class Gaussian(UniformMean):
                         f"client {update.client_id!r} updates {update.key!r}, but gaussian protects {self.key!r} only."
                     )
                 whole = fill_cuts(update, current[self.key])
-                squares = _square_changes(whole, base, by_tensor=self.groups == "tensors")
+                squares = _square_changes(whole, base, limits)
                 lengths.append(math.sqrt(sum(squares.values())))
-                norms = {name: math.sqrt(square) for name, square in squares.items()}
-                own = {
-                    name: min(1.0, clip * shares.get(name, 1.0) / norm) if norm else 1.0 for name, norm in norms.items()
-                }
-                factors.extend(own.values())
+                own = clip_factors(np.sqrt([*squares.values()]), np.array([limits[name] for name in squares])).tolist()
+                factors.extend(own)
                 # A factor on the weight is exact, whereas a float32 model with a scaled change would exceed the norm slightly.
-                yield dataclasses.replace(whole, weight=_scale_weights(self._effective_weight(whole.weight), own))
+                weight = _scale_weights(self._effective_weight(whole.weight), dict(zip(squares, own, strict=True)))
+                yield dataclasses.replace(whole, weight=weight)
 
         sums = WeightedMean().sum_updates(clip_changes(updates), {self.key: layout})
         total = _fill_missing(sums, layout, flatten_current(current[self.key], layout), cohort)
@@ -291,19 +292,26 @@ def _scale_weights(weight: Any, factors: Mapping[str, float]) -> Any:
     }
 
 
-def _square_changes(update: Update, base: ServerTensors, by_tensor: bool) -> dict[str, float]:
-    """Compute the squared norm of an update's change in float64, because the guarantee depends on it.
+def _square_changes(update: Update, base: ServerTensors, limits: Mapping[str, float]) -> dict[str, float]:
+    """Compute the squared norm of each vector of an update's change in float64, because the guarantee depends on it.
 
     Args:
         update: The update.
         base: The server's tensors.
-        by_tensor: Whether to compute it for each tensor by itself.
+        limits: Clips of the vectors: of the whole change, or by name of the server's tensors.
+
+    Raises:
+        RaydflError: The server has no tensor of this name.
     """
     sent = FlatTensors.from_tensors(update.tensors)
     server, mask = base.flatten_like(update, sent.layout), find_unweighted(update, sent.layout)
-    groups = {name: sent.layout.columns(name) for name in sent.layout.names}
+    groups = {_WHOLE: slice(0, sent.layout.size)}
+    if _WHOLE not in limits:
+        if unknown := [name for name in sent.layout.names if name not in limits]:
+            raise RaydflError(f"client {update.client_id!r} sends {unknown[0]!r}, a tensor without a clip.")
+        groups = {name: sent.layout.columns(name) for name in sent.layout.names}
     squares = {}
-    for name, columns in groups.items() if by_tensor else [(_WHOLE, slice(0, sent.layout.size))]:
+    for name, columns in groups.items():
         squares[name] = 0.0
         for begin in range(columns.start, columns.stop, _STRIP):
             strip = slice(begin, min(begin + _STRIP, columns.stop))

@@ -135,8 +135,8 @@ class ClientSettings(Settings):
     rest: int = Field(
         1,
         ge=1,
-        description="Least number of rounds between the starts of a client. Above 1, the run seed deals the eligible clients into "
-        "`rest` groups of equal size, and the groups take turns.",
+        description="A client takes part at most once in this number of consecutive rounds. Above 1, the run seed deals the "
+        "eligible clients into `rest` groups of equal size, and the groups take turns.",
     )
 
     @model_validator(mode="after")

@@ -151,7 +151,6 @@ def test_a_module_already_run_by_the_user_needs_no_approval(
     assert raydfl("resume", folder, "train.rounds=3", "--trust").code == 0
 
 
-@pytest.mark.slow
 def test_other_users_and_machines_need_one_approval(
     raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +163,6 @@ def test_other_users_and_machines_need_one_approval(
     assert (store.stat().st_mode | store.parent.stat().st_mode) & 0o077 == 0, "nobody else may read or write it"
 
 
-@pytest.mark.slow
 def test_relative_and_unwritable_configuration_folders_approve_nothing(
     raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +176,6 @@ def test_relative_and_unwritable_configuration_folders_approve_nothing(
     assert not (tmp_path / "config").exists()
 
 
-@pytest.mark.slow
 def test_changed_code_needs_approval(
     raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, commands: list[tuple[str, list[str]]]
 ) -> None:

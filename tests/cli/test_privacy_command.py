@@ -40,7 +40,7 @@ def test_stated_clients_and_turns_are_marked(tiny: Tiny, tmp_path: Path, raydfl:
     config = tiny("method.rule={name: gaussian, noise: 1.25}", *stated)
     result = raydfl("privacy", write_config(config, tmp_path))
     lines = result.out.splitlines()
-    assert lines[0].startswith("9000 clients, 70 a round of fixed number, 3 rounds, ")
+    assert lines[0].startswith("9,000 clients, 70 a round of fixed number, 3 rounds, ")
     assert lines[1:3] == [
         "a client takes part in one of 2 rounds",
         "as if 70 of 9,000 clients took part in a round, in a run with 3",
@@ -48,6 +48,7 @@ def test_stated_clients_and_turns_are_marked(tiny: Tiny, tmp_path: Path, raydfl:
     mechanism = Mechanism(9000, 70, "fixed", 1.25, 9000**-1.1, rest=2)
     configured = next(line for line in lines if line.endswith("this configuration"))
     assert configured.split()[:2] == ["1.25", f"{mechanism.compute_epsilon(3):.3g}"]
+    assert configured.split()[3] == f"{1.25 * 3**0.5 / 70:.3g}"  # three rounds of independent noise
     run_dir = run(config, Progress("quiet")).run_dir
     raydfl("audit", str(run_dir)).refuses("privacy.as_if: the run has less noise than the larger federation")
 

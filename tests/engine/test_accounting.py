@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from raydfl.core.errors import ConfigError
 from raydfl.engine.accounting import Mechanism
+from raydfl.engine.privacy_audit import compute_normal_epsilon
 
 dp_accounting = pytest.importorskip("dp_accounting")
 
@@ -64,25 +64,10 @@ def test_more_rounds_a_larger_share_or_less_noise_never_lower_epsilon(draw: str)
         assert series[0] < series[-1]
 
 
-def compute_normal_epsilon(ratio: float, delta: float) -> float:
-    """Solve delta = Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) for e: the exact epsilon of normal noise, r the distance by the noise.
-
-    B. Balle, Y.-X. Wang, Improving the Gaussian Mechanism for Differential Privacy, ICML 2018, theorem 8.
-    """
-    from scipy.optimize import brentq
-    from scipy.stats import norm
-
-    def excess(epsilon: float) -> float:
-        upper, lower = norm.cdf(ratio / 2 - epsilon / ratio), norm.cdf(-ratio / 2 - epsilon / ratio)
-        return float(upper - np.exp(epsilon) * lower - delta)
-
-    return float(brentq(excess, 0, 100))
-
-
 def test_clients_that_rest_take_part_in_fewer_rounds() -> None:
     """60 clients, 12 a round, rest of 5 rounds: in 11 rounds, each client of a group takes part in at most 3."""
     turns = Mechanism(60, 12, "poisson", 4.0, 0.01, rest=5)
-    assert turns.compute_epsilon(11) == pytest.approx(compute_normal_epsilon(3**0.5 / 4.0, 0.01), rel=1e-3)
+    assert turns.compute_epsilon(11) == pytest.approx(compute_normal_epsilon(3**0.5 / 4.0, 1.0, 0.01), rel=1e-3)
     assert turns.compute_epsilon(11) == turns.compute_epsilon(15) < turns.compute_epsilon(16)
     halves = Mechanism(60, 12, "fixed", 4.0, 0.01, rest=2)
     assert halves.compute_epsilon(8) == Mechanism(30, 12, "fixed", 4.0, 0.01).compute_epsilon(4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raydfl.core.noise_key import NoiseKey
-from raydfl.engine.banded_noise import BandedNoise, compute_bands
+from raydfl.engine.banded_noise import BandedNoise, compute_bands, sum_deviation
 
 KEY = NoiseKey.from_seed(3)
 
@@ -74,3 +74,5 @@ def test_the_sum_of_all_rounds_has_less_noise() -> None:
     drawn = np.cumsum([source.draw(number, 4000) for number in range(64)], axis=0).var(axis=1)
     np.testing.assert_allclose(drawn, exact, rtol=0.15)
     assert exact[-1] == pytest.approx(12.88, abs=0.01)
+    assert sum_deviation(8, 64) ** 2 == pytest.approx(exact[-1], rel=1e-12)
+    assert sum_deviation(1, 64) == pytest.approx(8)

@@ -54,9 +54,10 @@ def test_without_clipping_and_noise_a_run_equals_the_uniform_mean_to_the_bit(tin
 
 
 ADAPTIVE = "method.rule.clip={start: 0.5, noise: 1.5}"
+BANDED = ("method.rule.bands=2", "train.clients.rest=2", "method.rule.groups=tensors")
 
 
-@pytest.mark.parametrize("rest", [(), (POISSON, "train.cohort=1"), (ADAPTIVE,)])
+@pytest.mark.parametrize("rest", [(), (POISSON, "train.cohort=1"), (ADAPTIVE,), BANDED])
 def test_a_resumed_run_draws_the_same_noise_and_cohorts(tiny: Tiny, rest: tuple[str, ...]) -> None:
     config = tiny(*NOISY, *rest)
     stop_after(config, 1)
@@ -79,10 +80,11 @@ def test_two_runs_have_different_keys_unless_the_seed_is_the_key(tiny: Tiny) -> 
     assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize("actors", [1, 2, 4])
-def test_actors_give_the_same_bits(tiny: Tiny, ray_session: None, actors: int) -> None:
-    serial = train_federation(tiny(*NOISY, SEED, POISSON, "train.cohort=2", "run.name=serial"))
-    config = tiny(*NOISY, SEED, POISSON, "train.cohort=2", f"ray.actors={actors}", "ray.cpus=0.5", "run.name=parallel")
+@pytest.mark.parametrize(("actors", "more"), [(1, ()), (2, ()), (4, ()), (2, BANDED)])
+def test_actors_give_the_same_bits(tiny: Tiny, ray_session: None, actors: int, more: tuple[str, ...]) -> None:
+    common = (*NOISY, SEED, POISSON, "train.cohort=2", *more)
+    serial = train_federation(tiny(*common, "run.name=serial"))
+    config = tiny(*common, f"ray.actors={actors}", "ray.cpus=0.5", "run.name=parallel")
     run(config, Progress("quiet"))
     assert_same_bits(serial, read_tensors(folder_of(config)))
 

@@ -55,6 +55,8 @@ SIZES = {
     "tiny_sweep": (2 * 2, 2 * 2 * 2),
 }
 LARGE = {name for name, (_, runs) in SIZES.items() if runs > 60}
+SEARCHES = {"fedapta_kept", "groups", "groups_tuning", "mirror_teacher"}
+"""Studies whose check takes more than a second."""
 PUBLISHED = {
     "fedmlac/table4": 7 * 5,
     "fedmlac/table5": 3 * 4 * 5,
@@ -293,7 +295,7 @@ STUDIES = [
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE else []) for path in STUDIES],
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE | SEARCHES else []) for path in STUDIES],
     ids=lambda path: path.stem,
 )
 def test_a_study_of_the_evidence_is_confirmatory_or_tunes_one(file: Path) -> None:

@@ -186,8 +186,8 @@ def test_single_updates_and_other_keys_are_rejected() -> None:
         ({"epsilon": 0}, "epsilon.*greater than 0"),
         ({"noise": 0, "epsilon": 8}, r"noise \(0\) and epsilon \(8\) are both set"),
         ({"clip": float("inf"), "noise": 1}, "clip is .inf, so no noise can hide a client"),
-        ({"clip": {"start": 1}, "noise": 1, "bands": 2}, "bands is 2, which needs a constant clip"),
-        ({"clip": {"start": 1}, "noise": 1, "groups": "tensors"}, "groups is tensors, which needs a constant clip"),
+        ({"clip": {"start": 1}, "noise": 1, "bands": 2}, "bands=2 needs a constant clip"),
+        ({"clip": {"start": 1}, "noise": 1, "groups": "tensors"}, "groups=tensors needs a constant clip"),
         ({"noise": 1, "bands": 0}, "bands.*greater than or equal to 1"),
     ],
 )
