@@ -284,8 +284,8 @@ def test_every_file_in_tune_is_a_valid_study() -> None:
             load_study(file)
 
 
-LARGE = ("fedapta", "fedapta_tuning")
-"""Studies with hundreds of configurations of several data sets."""
+SLOW_TO_LOAD = SEARCHES | {"fedapta", "fedapta_tuning"}
+"""Studies with hundreds of configurations."""
 STUDIES = [
     path
     for path in sorted((JOBS.with_name("benchmarks") / "studies").glob("*.yaml"))
@@ -295,7 +295,7 @@ STUDIES = [
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE | SEARCHES else []) for path in STUDIES],
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW_TO_LOAD else []) for path in STUDIES],
     ids=lambda path: path.stem,
 )
 def test_a_study_of_the_evidence_is_confirmatory_or_tunes_one(file: Path) -> None:
