@@ -12,6 +12,7 @@ from generate import expand
 
 _NAME = re.compile(r"^from (raydfl[\w.]*) import (\w+) as \w+$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -21,6 +22,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         markdown += _format_docstrings(
             Path(config.config_file_path).parent / "raydfl" / "__init__.pyi"
         )
+    markdown = _ROW.sub(
+        lambda row: _OUTSIDE.sub(r"\1", row[0]), markdown
+    )  # a table has no space for paths
     return _OUTSIDE.sub(_format_link, markdown)
 
 

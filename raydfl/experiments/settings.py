@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
+from raydfl.core.metrics import HIGHER_IS_BETTER, SCORES, base_name
 from raydfl.core.options import explain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
@@ -121,8 +121,9 @@ class MetricSettings(Settings):
     @property
     def title(self) -> str:
         """Name in tables."""
+        score = SCORES[self.score].title if self.score in SCORES else self.score.replace("_", " ")
         where = "" if self.split in (None, "test") else f", {self.split}"
-        return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
+        return self.label or f"{self.model + ' ' if self.model else ''}{score}{where}"
 
     @property
     def unit(self) -> str:

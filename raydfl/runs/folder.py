@@ -189,7 +189,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         config.train.resolve_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _collect_remarks(config, population)
-    if config.train.clients is not None:
+    if eligible < len(population):
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
     answers, data = config.components.method.objective.answers, config.data
     few = find_few_clips(population, data.features.kind, data.name) if answers in ("class", "set") else ()

@@ -346,7 +346,7 @@ def test_the_spread_of_few_runs_is_formatted() -> None:
     assert str(Spread({})) == "-"
     assert str(Spread({"a": 81.234})) == "81.23"
     assert str(Spread({"a": 1.0, "b": 3.0})) == "2.00 ± 1.41"
-    assert MetricSettings(score="macro_f1", model="plugin", split="validation").title == "plugin macro f1, validation"
+    assert MetricSettings(score="macro_f1", model="plugin", split="validation").title == "plugin macro F1, validation"
 
 
 def test_figures_of_a_study_show_its_scores(

@@ -122,6 +122,12 @@ def open_page(tmp_path: Path, *folders: Path) -> Page:
     return Page(out)
 
 
+def read_results(page: Page) -> dict[tuple[str, str, str], list[str]]:
+    """Map model, data and score to the other cells of the table of results."""
+    rows = page.table("score", "last", "model", "data")
+    return {(model, data, score): [last, *rest] for score, last, model, data, *rest in rows}
+
+
 def find_value(rows: Sequence[MetricRow], round_index: int, split: str, metric: str) -> float:
     matches = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
     assert len(matches) == 1
@@ -135,7 +141,7 @@ def format_percent(number: float) -> str:
 def test_one_run(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "a run")
     shown = open_page(tmp_path, tmp_path / "a run")
-    results = {tuple(row[:3]): row[3:] for row in shown.table("model", "data", "score")}
+    results = read_results(shown)
 
     accuracies = [find_value(rows, r, "test", "plugin/accuracy") for r in (5, 10, 15, 20)]
     last, tail, best, clients, worst = results["plugin", "test data", "accuracy"]
@@ -201,7 +207,7 @@ def test_an_unfinished_run(tmp_path: Path) -> None:
     assert shown.has(
         f"This run is not finished: 7 of 20 rounds are done. Resume it with: raydfl resume {tmp_path / 'run'}"
     )
-    assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
+    assert shown.table("score", "last")[0][1].endswith("(round 5)")
 
 
 def test_uncommitted_rounds_are_ignored(tmp_path: Path) -> None:
@@ -232,7 +238,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has("config.yaml is missing, so the configuration is not shown.")
     assert shown.has("run.json is missing, so the names of classes and models are unknown.")
-    assert len(shown.table("model", "data", "score")) == 9
+    assert len(shown.table("score", "last")) == 9
 
 
 def test_skipped_clips_are_listed(tmp_path: Path) -> None:
@@ -293,7 +299,7 @@ def test_a_diverged_run(tmp_path: Path) -> None:
         MetricRow(2, "evaluate", "", "test", "plugin/accuracy", nothing, 0.0),
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
-    results = {tuple(row[:3]): row[3:] for row in open_page(tmp_path, tmp_path / "run").table("model", "data", "score")}
+    results = read_results(open_page(tmp_path, tmp_path / "run"))
     assert results["plugin", "test data", "loss"][0] == "inf (round 2)"
     assert results["-", "training data", "loss"][0] == "nan (round 2)"
     assert results["-", "training data", "loss"][2].endswith("(round 1)")  # the best is a number
@@ -435,7 +441,7 @@ def test_scores_over_virtual_time_are_drawn_for_runs_that_have_it(tmp_path: Path
 
 def test_a_mean_of_ten_needs_ten_measurements(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "run", config("fedavg", rounds=60))
-    rows_of = {tuple(row[:3]): row[3:] for row in open_page(tmp_path, tmp_path / "run").table("model", "data", "score")}
+    rows_of = read_results(open_page(tmp_path, tmp_path / "run"))
     accuracies = [find_value(rows, r, "test", "model/accuracy") for r in range(15, 61, 5)]
     assert rows_of["model", "test data", "accuracy"][1] == format_percent(float(np.mean(accuracies)))
 

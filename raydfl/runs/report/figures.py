@@ -48,10 +48,10 @@ INK = "#010203"
 SHARES = LinearSegmentedColormap.from_list("shares", [f"{SERIES[0]}00", SERIES[0]])
 """Colour map of a matrix's cells, from transparent to opaque."""
 _DASHES = ("-", "--", "-.", ":")
-_WIDTH = 6.4  # inches
+_WIDTH = 5.4  # inches: a phone shows letters of 8 pixels
 _MARKED = 300
 """Maximum number of points of a curve with markers, which show their values."""
-_LABEL = 80
+_LABEL = 68
 """Longest line of a legend, in letters."""
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -119,7 +119,7 @@ class Plot:
             handles, labels = axes[0].get_legend_handles_labels()
             if labels:
                 labels = [textwrap.fill(label, _LABEL, drop_whitespace=False) for label in labels]
-                columns = max(1, min(3, len(labels), 100 // (max(map(len, labels)) + 8)))
+                columns = max(1, min(3, len(labels), 84 // (max(map(len, labels)) + 8)))
                 figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         return figure
 

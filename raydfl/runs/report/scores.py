@@ -115,7 +115,7 @@ def show_results(run: RunRecord) -> Section:
     return Section(
         "Results",
         headings=(
-            *("model", "data", "score", "last", "mean of the last ten", "best"),
+            *("score", "last", "model", "data", "mean of the last ten", "best"),
             *("clients, mean ± std", "clients, worst tenth"),
         ),
         rows=[*(_make_result_row(run, key) for key in run.sort_scores()), *map(_make_control_row, run.controls)],
@@ -135,8 +135,9 @@ def _make_result_row(run: RunRecord, key: Key) -> list[str]:
         for curve in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     )
     return [
-        *(format_model(metric), format_split(split), SCORES[base].title),
+        SCORES[base].title,
         f"{format_score(base, curve.last)} (round {curve.rounds[-1]:.0f})",
+        *(format_model(metric), format_split(split)),
         format_score(base, curve.mean_of_ten),
         f"{format_score(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
         f"{mean} ± {deviation}" if mean and deviation else "-",
@@ -149,7 +150,7 @@ def _make_control_row(control: Control) -> list[str]:
     error = "" if control.standard_error is None else f" ± {format_score(base, control.standard_error)}"
     score = f"{format_score(base, control.value)}{error} ({control.count} clips)"
     name = f"{part}: {control.name}" if part else control.name
-    return [name, format_split(control.split), SCORES[base].title, score, *"----"]
+    return [SCORES[base].title, score, name, format_split(control.split), *"----"]
 
 
 def show_clients(run: RunRecord) -> Section:
@@ -225,5 +226,5 @@ def _draw_confusion(title: str, caption: str, counts: NDArray[np.float64], class
         axes.set_xlabel("predicted class")
         axes.set_ylabel("true class")
 
-    side = min(6.4, max(3.2, 0.34 * number + 1.2))
+    side = min(5.4, max(3.2, 0.34 * number + 1.2))
     return Plot(title, caption, draw, side, width=side)
