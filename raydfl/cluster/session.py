@@ -35,9 +35,15 @@ def check_access(address: str) -> None:
     """Check access to the cluster at ``host:port`` or ``ray://host:port``, and skip further forms of addresses.
 
     Raises:
+        ConfigError: The address is that of a dashboard.
         OSError: The address refuses connections.
         ResourcesError: The token is missing or wrong, or the cluster and this process do not both use TLS.
     """
+    if re.match("https?://", address):
+        raise ConfigError(
+            f"ray.address={address} is the address of a dashboard, for `ray job`. Give the host and port of `ray start`, such as "
+            f"127.0.0.1:6379."
+        )
     match = re.fullmatch(r"(ray://)?(.+):(\d+)", address)
     if match is None:
         return
@@ -64,8 +70,8 @@ def _check_token(address: str) -> None:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 raise ResourcesError(
                     f"the Ray cluster at {address} accepts connections, but not the messages of this process: "
-                    f"{first_line(error.details())}. Use TLS ({TLS_VARIABLE}=1, with certificates of one authority) for this "
-                    f"command and on all nodes, or nowhere."
+                    f"{first_line(error.details())}. Give the port of `ray start --port` (6379 by default), not the dashboard's. "
+                    f"Use TLS ({TLS_VARIABLE}=1, with certificates of one authority) for this command and on all nodes, or nowhere."
                 ) from error
             # Any other error is left to Ray.
 
@@ -225,15 +231,15 @@ def connect_ray(address: str | None, quiet: bool = False, local_cpus: int | None
                 ray.init(address, **options)
             else:
                 start_local_ray(num_cpus=local_cpus, **options)
-        except ResourcesError:
+        except (ConfigError, ResourcesError):
             raise
         except Exception as error:  # Ray raises many types here.
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
             advice = (
-                "Check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH contains the "
-                "cluster's token"
+                "Check the address (ray.address, or RAY_ADDRESS: host:port of `ray start`), and that RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH contains the cluster's token"
                 if address
                 else "The machine may be too busy or short of memory. Try again"
             )

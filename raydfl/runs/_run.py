@@ -20,11 +20,12 @@ from raydfl.cluster import (
     check_without_actors,
     connect_ray,
     end_idle_server,
+    is_job,
     ray_session,
     resolve_auto,
 )
 from raydfl.core import ops
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, split_uri
@@ -147,14 +148,16 @@ def resume(
         RunDirectoryError: The run does not exist, is damaged, in use or not trusted, or the overrides would change its results.
     """
     progress = progress or default_progress()
-    if is_uri(run_dir):
-        overrides = [f"run.dir={split_uri(str(run_dir))[0]}", *overrides]
+    home = split_uri(str(run_dir))[0] if is_uri(run_dir) else ""
+    if home:
+        overrides = [f"run.dir={home}", *overrides]
     run_dir = local_run(run_dir, overrides, private=False)
     check_begun(run_dir)
     with lock_run_dir(run_dir, progress):
         config = stored = read_config(run_dir, trust)
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+            _check_place(run_dir, home or stored.run.dir, stored.run.name, config)
         check_same(run_dir, config, trust)
         _check_actors(config, progress)
         about = read_about(run_dir)
@@ -171,6 +174,20 @@ def resume(
             mirror.fetch(config.ray.actors == 0)
         ensure_features(run_dir, config, progress)
         return _complete(execute(run_dir, config, progress))
+
+
+def _check_place(run_dir: Path, parent: str, name: str | None, config: Config) -> None:
+    """Reject another place for a resumed run. It stays where it is.
+
+    Raises:
+        ConfigError: ``run.dir`` or ``run.name`` of the configuration differs.
+    """
+    for key, before, now in (("dir", parent, config.run.dir), ("name", name, config.run.name)):
+        if now != before:
+            raise ConfigError(
+                f"run.{key}={now}: a resumed run stays in its folder, {run_dir}. To continue a copy, copy the folder and resume "
+                f"the copy. To begin a new run, use `raydfl run` with another run.name."
+            )
 
 
 def _check_actors(config: Config, progress: Progress) -> None:
@@ -285,7 +302,8 @@ def execute(
     if mirror is not None:
         mirror.sync()
     verdict = judge(done, name)
-    next_step = verdict.next if result.finished else f"raydfl resume {name}"
+    here = " ray.address=auto" if is_job() and config.ray.actors else ""  # A job's address is not stored.
+    next_step = verdict.next if result.finished else f"raydfl resume {name}{here}"
     progress.finish(result, time.monotonic() - started, next_step, verdict)
     return result
 

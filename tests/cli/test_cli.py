@@ -392,6 +392,15 @@ def test_resume_adds_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     assert_same_bits(read_tensors(long.run_dir), read_tensors(short))
 
 
+@pytest.mark.parametrize("setting", ["run.dir=elsewhere", "run.name=other", "run.name=null"])
+def test_a_resumed_run_stays_in_its_folder(setting: str, raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    raydfl("run", write_config(tiny("train.rounds=1"), tmp_path))
+    stored = (tmp_path / "runs/tiny/config.yaml").read_text()
+    rejected = raydfl("resume", tmp_path / "runs/tiny", "train.rounds=2", setting)
+    rejected.refuses("a resumed run stays in its folder")
+    assert (tmp_path / "runs/tiny/config.yaml").read_text() == stored
+
+
 def test_the_same_command_resumes_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     file = write_config(tiny("train.rounds=1"), tmp_path)
     raydfl("run", file)

@@ -126,6 +126,11 @@ def test_a_cluster_requires_its_token(
         check_access(head.address)
 
 
+def test_the_address_of_a_dashboard_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:8265 is the address of a dashboard"):
+        check_access("http://127.0.0.1:8265")
+
+
 def test_a_token_is_sent_to_a_cluster_with_tls_only_by_a_process_with_certificates(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
