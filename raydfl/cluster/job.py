@@ -57,8 +57,8 @@ def check_no_token(token: str) -> None:
             if path.suffix == ".token" or file == "auth_token" or (token and _holds(path, token)):
                 raise ConfigError(
                     f"{path.relative_to(Path.cwd())} was uploaded with the job's working directory and contains a token that lets "
-                    f"others run code on the cluster. Move the file out of the folder (Ray reads ~/.ray/auth_token), create a "
-                    f"new token, and submit the job again."
+                    f"others run code on the cluster. Move the file out of the folder (Ray reads ~/.ray/auth_token) or "
+                    f"list it in .rayignore, create a new token, and submit the job again."
                 )
 
 

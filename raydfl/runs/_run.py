@@ -301,6 +301,7 @@ def execute(
     tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
+        progress.message(f"the run and its report are at {mirror.uri}")
     verdict = judge(done, name)
     here = " ray.address=auto" if is_job() and config.ray.actors else ""  # A job's address is not stored.
     next_step = verdict.next if result.finished else f"raydfl resume {name}{here}"

@@ -26,6 +26,7 @@ _OF_COMMITS = ("commits", "private", "rows")
 """Folders with files that a commit may supersede."""
 _SEGMENT = re.compile(r"private/(\d+)-\S+\.seg")
 """Segments of private state, with the round of their writing or compaction."""
+_ADVICE = "check the URI and the access to it"
 _AGAIN = 3
 """Attempts to download a run that another machine changes meanwhile."""
 
@@ -70,7 +71,7 @@ def local_run(run: str | Path, overrides: Sequence[str] = (), private: bool = Tr
     uri = str(run)
     check_uri(uri, "the run")
     runs, name = split_uri(uri)
-    place = RemoteFolder(uri, "check the URI and the access to it")
+    place = RemoteFolder(uri, _ADVICE)
     text = place.read("config.yaml")
     if text is None:
         raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml. Check the URI")
@@ -102,10 +103,10 @@ class RunMirror:
         """
         self.folder = folder
         self.uri = uri
-        again = f"raydfl resume {uri}"
-        self._place = RemoteFolder(
-            uri, f"nothing is lost: the run is in {folder}. Resume it when the URI is available again: {again}"
+        again = (
+            f"nothing is lost: the run is in {folder}. Resume it when the URI is available again: raydfl resume {uri}"
         )
+        self._place = RemoteFolder(uri, again if (folder / "run.json").exists() else _ADVICE)
         self._there: dict[str, int] = {}
         self._latest: str | None = None
         self._failed: Exception | None = None

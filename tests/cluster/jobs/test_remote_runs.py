@@ -249,6 +249,12 @@ def test_a_forged_listing_cannot_change_files_outside_the_folder(
     assert (tmp_path / "there" / "outside.txt").read_text() == "theirs"
 
 
+def test_an_unreachable_place_of_a_new_run_promises_nothing(make_remote: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, lambda call, path: True)
+    with pytest.raises(ResourcesError, match=r"cannot be read, .*; check the URI and the access to it"):
+        run(make_remote())
+
+
 def test_a_lock_is_not_fetched(tmp_path: Path) -> None:
     (tmp_path / "there" / "run").mkdir(parents=True)
     for name in ("run.json", "LATEST", ".lock"):
