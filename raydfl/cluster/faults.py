@@ -27,7 +27,7 @@ class StragglerPolicy:
     @classmethod
     def from_config(cls, config: Config) -> StragglerPolicy:
         """Create the configured policy."""
-        return cls(config.run.on_error == "drop", config.train.deadline, config.ray.grace)
+        return cls(config.run.on_error == "drop", config.train.real_deadline, config.ray.grace)
 
     def limit(self, clients: int) -> float:
         """Return the time limit in seconds of a call that trains ``clients`` clients, possibly in sequence."""

@@ -237,6 +237,11 @@ def connect_ray(address: str | None, quiet: bool = False, local_cpus: int | None
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+            if "Version mismatch" in first:
+                raise ResourcesError(
+                    f"{where} has another Python or Ray than this process: {' '.join(str(error).split())}. Start the head and this "
+                    f"command with equal versions of both."
+                ) from error
             advice = (
                 "Check the address (ray.address, or RAY_ADDRESS: host:port of `ray start`), and that RAY_AUTH_TOKEN or "
                 "RAY_AUTH_TOKEN_PATH contains the cluster's token"

@@ -6,11 +6,11 @@ C. Xie et al., Asynchronous Federated Optimization, OPT 2020 (FedAsync).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from raydfl.core.types import Client, Ratio, State, Task, Tensors, Update
 from raydfl.engine.assembly import format_value
 from raydfl.engine.clients import Available, Clients
 from raydfl.engine.config import Config
-from raydfl.engine.fleet import Capacity, InFlight, Start, Step, advance
+from raydfl.engine.fleet import LATE, LOST, Capacity, InFlight, Start, Step, advance
 from raydfl.engine.hours import Hours
 from raydfl.engine.messages import count_received_bytes
 from raydfl.engine.orders import Order, check_tasks
@@ -82,7 +82,7 @@ class StepPlanner:
         """
         seed, version = self._config.run.seed, state.round_index
         rng = seeds.generator(seed, version, "", "plan")
-        measure = functools.partial(self._measure_seconds, state, functools.cache(_flatten(state)))
+        measure = functools.partial(self._measure_work, state, functools.cache(_flatten(state)))
 
         def start(now: float, free: int, unavailable: Set[int]) -> list[Start]:
             ends, taken = self._find_taken(now, unavailable)
@@ -96,15 +96,12 @@ class StepPlanner:
                 ((self._clients.index_of(task.client_id), task) for task in tasks), key=lambda pair: pair[0]
             )
             _check_starts(starts, free, set(taken.tolist()))
-            seconds = [measure(index, task) for index, task in starts]
+            works = [measure(index, task) for index, task in starts]
             return [
-                Start(
-                    index,
-                    task,
-                    own,
-                    self._is_lost(version, task) or (ends is not None and bool(now + own > ends[index])),
-                )
-                for (index, task), own in zip(starts, seconds, strict=True)
+                work
+                if work.lost or ends is None or now + work.seconds <= ends[work.client]
+                else replace(work, lost=LOST)
+                for work in works
             ]
 
         capacity = self._capacities[state.phase]
@@ -116,6 +113,11 @@ class StepPlanner:
                 f"train.fleet.hours: no client has finished in round {version + 1}, from second {before.fleet.seconds:g} to "
                 f"{step.fleet.seconds:g}; {self._describe_lost(step)}. Lower train.fleet.seconds, lengthen the clients' hours, or "
                 f"raise train.fleet.hours.most"
+            )
+        if any(reason == LATE for _, reason in step.dropped):
+            raise ConfigError(
+                f"train.deadline: in round {version + 1} no client finishes within {self._config.train.deadline:g} virtual "
+                f"seconds. Raise train.deadline, or set train.late=partial"
             )
         raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
 
@@ -145,28 +147,39 @@ class StepPlanner:
         rng = seeds.generator(self._config.run.seed, version, task.client_id, "fleet/lost")
         return bool(rng.random() < self._settings.lost)
 
-    def _measure_seconds(
+    def _measure_work(
         self,
         state: State,
         flatten: Callable[[str], FlatTensors],
         index: int,
         task: Task,
-    ) -> float:
-        """Return the virtual duration of a client's work in seconds."""
+    ) -> Start:
+        """Measure the virtual duration of a client's work, and whether and how it ends early."""
         spread, client = self._settings.seconds.spread, self._clients[index]
         start, example, down, up = (
             float(self._columns[name][index]) if name in self._columns else getattr(self._settings.seconds, name)
             for name in ("start", "example", "down", "up")
         )
-        epochs = self._config.train.resolve_phase(state.phase).local_epochs
-        seconds: float = start + example * client.num_examples * epochs
+        train = self._config.train.resolve_phase(state.phase)
+        seconds, lost, most_batches = example * client.num_examples * train.local_epochs, "", None
+        if self._is_lost(state.round_index, task):
+            lost = LOST
+        pace = 1.0
         if spread:
             rng = seeds.generator(self._config.run.seed, 0, client.id, "fleet/pace")
-            seconds *= math.exp(spread * float(rng.standard_normal()))
+            pace = math.exp(spread * float(rng.standard_normal()))
+        if train.deadline is not None and pace * seconds > train.deadline:
+            batches = train.local_epochs * math.ceil(client.num_examples / train.batch_size)
+            most_batches = math.floor(train.deadline / (pace * seconds) * batches)
+            if not most_batches or train.late == "drop":
+                lost = lost or LATE
+            seconds = train.deadline / pace
+        seconds = pace * (start + seconds)
         if down is not None or up is not None:
             broadcast = {key: flatten(key) for key in task.receive}
             lacks = frozenset(self._config.components.models) - {spec.name for spec in client.models}
-            for rate, sent in ((down, task), (up, dataclasses.replace(task, has=()))):
+            upload = () if lost == LATE else ((up, replace(task, has=())),)
+            for rate, sent in ((down, task), *upload):
                 order = Order(0, sent, state.round_index, 0.0, part=self._part_of(index))
                 seconds += count_received_bytes(order, broadcast, lacks) / rate if rate is not None else 0.0
         if not 0 < seconds < math.inf:
@@ -174,7 +187,7 @@ class StepPlanner:
                 f"train.fleet.seconds: the work of client {client.id!r} takes {seconds} s. Change start, example or spread so that "
                 f"its duration is positive and finite"
             )
-        return seconds
+        return Start(index, task, seconds, lost, most_batches)
 
 
 def _flatten(state: State) -> Callable[[str], FlatTensors]:
@@ -302,7 +315,7 @@ def rebase_updates(
             else:
                 now = current[name]
                 values[name] = now + factor * (value - base.get(name, now))
-        yield dataclasses.replace(update, tensors=FlatTensors.from_tensors(values))
+        yield replace(update, tensors=FlatTensors.from_tensors(values))
 
 
 def record_step(rows: RoundRows, step: Step, staleness: Iterable[int], client_of: Callable[[int], str]) -> None:

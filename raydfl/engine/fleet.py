@@ -20,8 +20,8 @@ from typing import Any
 from raydfl.core.tensors import FlatTensors, flatten
 from raydfl.core.types import State, Task, Tensors
 
-LOST, STALE, UNUSED = "lost", "stale", "unused"
-"""Reasons of dropped clients: their work is lost, too many steps old, or surplus of ``Capacity.over``."""
+LOST, STALE, UNUSED, LATE = "lost", "stale", "unused", "late"
+"""Reasons of dropped clients: their work is lost, too many steps old, surplus of ``Capacity.over``, or over ``train.deadline``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,10 @@ class Start:
     task: Task
     seconds: float
     """Virtual duration of the work in seconds, above 0."""
-    lost: bool = False
-    """Whether the server never receives the result. It notices the loss at the expected time of arrival."""
+    lost: str = ""
+    """:data:`LOST` or :data:`LATE` if the server never receives the result. It notices this at the time of arrival."""
+    most_batches: int | None = None
+    """Largest number of batches of each training, if ``train.deadline`` ends it early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,18 @@ class InFlight:
     def dump(self) -> dict[str, Any]:
         """Return the queue as JSON values. The tensors of the versions are missing."""
         flights = [
-            (f.arrival, f.number, f.version, f.start.client, f.start.seconds, f.start.lost, _dump_task(f.start.task))
+            (
+                *(
+                    f.arrival,
+                    f.number,
+                    f.version,
+                    f.start.client,
+                    f.start.seconds,
+                    f.start.lost,
+                    _dump_task(f.start.task),
+                ),
+                f.start.most_batches,
+            )
             for f in self.fleet.flights
         ]
         return {"seconds": self.fleet.seconds, "started": self.fleet.started, "flights": flights}
@@ -105,8 +118,8 @@ class InFlight:
     def load(cls, values: Mapping[str, Any], versions: Mapping[int, Mapping[str, Tensors]]) -> InFlight:
         """Create the clients in flight from the values of :meth:`dump` and the tensors of the versions."""
         flights = tuple(
-            Flight(arrival, number, version, Start(client, _load_task(task), seconds, lost))
-            for arrival, number, version, client, seconds, lost, task in values["flights"]
+            Flight(arrival, number, version, Start(client, _load_task(task), seconds, _load_lost(lost), *most_batches))
+            for arrival, number, version, client, seconds, lost, task, *most_batches in values["flights"]
         )
         return cls(Fleet(values["seconds"], values["started"], flights), versions)
 
@@ -117,6 +130,11 @@ NOBODY = InFlight()
 
 def _dump_task(task: Task) -> list[Any]:
     return [task.client_id, task.phase, task.receive, dict(task.options), task.has]
+
+
+def _load_lost(value: str | bool) -> str:
+    """Load the reason of a loss. Earlier versions stored whether a client was lost."""
+    return LOST if value is True else value or ""
 
 
 def _load_task(values: Sequence[Any]) -> Task:
@@ -163,7 +181,7 @@ class Step:
     arrivals: tuple[Flight, ...]
     """Used arrivals, by time and number. Fewer than the buffer if no further client is in flight and none can start."""
     dropped: tuple[tuple[Flight, str], ...]
-    """Dropped clients, each with :data:`LOST`, :data:`STALE` or :data:`UNUSED`."""
+    """Dropped clients, each with :data:`LOST`, :data:`STALE`, :data:`UNUSED` or :data:`LATE`."""
     fleet: Fleet
     """The queue after the step."""
 
@@ -221,8 +239,9 @@ def advance(fleet: Fleet, version: int, capacity: Capacity, start: Starter, open
             flight = heapq.heappop(queue)[2]
             stale = version - flight.version > capacity.most
             if flight.start.lost or stale:
-                dropped.append((flight, LOST if flight.start.lost else STALE))
-                unavailable.remove(flight.start.client)
+                dropped.append((flight, flight.start.lost or STALE))
+                if flight.start.lost != LATE:  # It would be late again.
+                    unavailable.remove(flight.start.client)
             else:
                 arrivals.append(flight)
         if len(arrivals) == capacity.buffer:

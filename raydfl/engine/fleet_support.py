@@ -24,9 +24,7 @@ def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, compon
             )
         return
     method = components.method
-    if train.deadline is not None:
-        reason = "train.deadline is measured on the clock of this machine. Remove train.deadline"
-    elif train.draw == "poisson":
+    if train.draw == "poisson":
         reason = "train.clients.draw=poisson changes the size of each cohort. Set train.clients.draw=fixed"
     elif train.clients is not None and train.clients.rest > 1:
         reason = "train.clients.rest counts rounds, and clients start at any time. Set train.clients.rest=1"

@@ -231,7 +231,7 @@ class ReadAhead:
             return checkpoint
         # Nothing enforces a deadline before the next call of Federation.round.
         moving = self._committer.select_sparse(checkpoint.private) is not None
-        if not moving and train.resolve_phase(state.phase).deadline is None:
+        if not moving and train.resolve_phase(state.phase).real_deadline is None:
             with contextlib.suppress(Exception):  # the next call of Federation.round raises the error again
                 self.begun = self._begin()
                 done.times["next started"] = self.begun.times["started"]

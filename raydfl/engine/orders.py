@@ -102,6 +102,8 @@ class Order(Message):
     """Source of the client's batches and noise (``train.optimiser.private``); ``None``: training without noise."""
     staleness: int = 0
     """Server steps between the start of the client and this step (``train.fleet``)."""
+    most_batches: int | None = None
+    """Batches in each call of ``fit`` until ``train.deadline`` in virtual time (``train.fleet``). ``None``: all batches."""
 
     @property
     def version(self) -> int:

@@ -19,7 +19,7 @@ from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Available, Clients
 from raydfl.engine.config import Config
 from raydfl.engine.example_privacy import PrivateExamples
-from raydfl.engine.fleet import Step
+from raydfl.engine.fleet import Flight, Step
 from raydfl.engine.orders import Measurement, Order, assign_groups, check_take_part, check_tasks
 from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint
@@ -75,8 +75,9 @@ class RoundPlanner:
         state = checkpoint.state
         if self._steps is not None:
             step = self._steps.plan(state, checkpoint.in_flight, self._draw_tasks)
-            staleness = {f.start.task.client_id: state.round_index - f.version for f in step.arrivals}
-            return self.make_orders(checkpoint, [f.start.task for f in step.arrivals], None, staleness), step
+            flights = {f.start.task.client_id: f for f in step.arrivals}
+            orders = self.make_orders(checkpoint, [f.start.task for f in step.arrivals], None, flights)
+            return orders, step
         clients = self._clients.find_available(state.round_index)
         cohort = self._draw_size(state, clients) if drawn else self._cohorts[state.phase]
         if not cohort:
@@ -135,7 +136,7 @@ class RoundPlanner:
         checkpoint: Checkpoint,
         tasks: Sequence[Task],
         measure: tuple[Measurement, ...] | None,
-        staleness: Mapping[str, int] = MappingProxyType({}),
+        flights: Mapping[str, Flight] = MappingProxyType({}),
     ) -> list[Order]:
         """Make orders of a method's tasks, in client order.
 
@@ -143,7 +144,7 @@ class RoundPlanner:
             checkpoint: Checkpoint before the round.
             tasks: Tasks of different clients.
             measure: Planned measurements; ``None``: training.
-            staleness: Server steps since the start of each stale client, by its id.
+            flights: Arrivals in virtual time (``train.fleet``), by the client's id.
         """
         state = checkpoint.state
         check_tasks(tasks, state.tensors)
@@ -154,7 +155,8 @@ class RoundPlanner:
         blocks = make_blocks(places, self._store.block if measure is None else 1, layouts)
         records = checkpoint.private.select([client.index for client in clients])
         examples = self._examples if measure is None else None
-        versions = [state.round_index - staleness.get(task.client_id, 0) for _, task in placed]
+        arrived = [flights.get(task.client_id) for _, task in placed]
+        versions = [state.round_index if flight is None else flight.version for flight in arrived]
         orders = [
             Order(
                 position,
@@ -169,8 +171,9 @@ class RoundPlanner:
                 place=places[position],
                 stage=state.phase,
                 key=None if examples is None else examples.derive_key(versions[position], task.client_id, task.phase),
-                staleness=staleness.get(task.client_id, 0),
+                staleness=state.round_index - versions[position],
+                most_batches=None if flight is None else flight.start.most_batches,
             )
-            for position, (index, task) in enumerate(placed)
+            for position, ((index, task), flight) in enumerate(zip(placed, arrived, strict=True))
         ]
         return assign_groups(orders, [client.models for client in clients], self._store.together)

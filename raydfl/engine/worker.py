@@ -299,7 +299,7 @@ class Worker:
             execution=Execution(networks=built.networks, private=private),
             clock=Clock()
             if order.measure is not None
-            else Clock(training.deadline, training.late == "partial", self.device),
+            else Clock(training.real_deadline, training.late == "partial", self.device, order.most_batches),
         )
 
     def _make_private_task(self, order: Order, training: TrainSettings, data: ClientData) -> PrivateTask | None:

@@ -297,11 +297,12 @@ class _Fit(FitCall):
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
             return value.detach(), reports
 
+        most = step.clock.most_batches
         values: list[Tensor] = []  # read at the end only: reading a value synchronises a GPU
         sizes: list[int] = []
         sums: dict[str, Tensor] = {}
         for batch in _batches(step, self.select_examples(), self.plan, self.epochs, seed_of_fit):
-            if step.clock.expired:
+            if step.clock.expired or (most is not None and len(values) == most * len(losses)):
                 step.clock.cut = True
                 break
             for _ in losses:

@@ -1,7 +1,8 @@
 """Time limit of a client's training (``train.deadline``).
 
 A deadline depends on the speed of the machine. Runs with late clients are therefore not reproducible; the metrics table lists
-the late clients. A deadline without late clients changes no result.
+the late clients. A deadline without late clients changes no result. In virtual time (``train.fleet``) the deadline is a number of
+batches, known before the training.
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ class Clock:
     Waiting for the rest of the group does not count. The full time of a batched computation counts for each of its clients.
     """
 
-    __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "examples", "steps")
+    __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "examples", "most_batches", "steps")
 
-    def __init__(self, limit: float | None = None, partial: bool = True, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        limit: float | None = None,
+        partial: bool = True,
+        device: torch.device | None = None,
+        most_batches: int | None = None,
+    ) -> None:
         """Create a stopped clock.
 
         Args:
             limit: deadline in seconds. ``None``: no deadline.
             partial: whether the steps before the deadline count (``train.late: partial``).
             device: device of the training, by default the CPU. Reading the clock synchronises a GPU.
+            most_batches: largest number of batches in each call of ``fit``. ``None``: no limit.
         """
         self._device = device
         self._limit = math.inf if limit is None else limit
         self._partial = partial
         self._spent = 0.0
         self._since: float | None = None
+        self.most_batches = most_batches
         self.steps = 0
         """Completed optimiser steps. Methods subtract steps without an effect on the update."""
         self.examples: Counter[str] = Counter()

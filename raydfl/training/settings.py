@@ -252,7 +252,8 @@ class TrainSettings(Settings):
     deadline: float | None = Field(
         None,
         gt=0,
-        description="Time limit for a client's training in a round in seconds, checked before each batch. null: no limit.",
+        description="Time limit for a client's training in a round in seconds, checked before each batch. With train.fleet: in "
+        "virtual seconds. null: no limit.",
     )
     late: Literal["partial", "drop"] = Field(
         "partial",
@@ -285,6 +286,11 @@ class TrainSettings(Settings):
             rates["models"] = {}  # the phase's lr applies to all models
         changed = phase.model_dump(include={"cohort", "local_epochs"}, exclude_none=True)
         return self.model_copy(update={**changed, "optimiser": self.optimiser.model_copy(update=rates)})
+
+    @property
+    def real_deadline(self) -> float | None:
+        """The deadline on the clock of the machine in seconds. ``None``: no deadline, or one in virtual time."""
+        return None if self.fleet is not None else self.deadline
 
     @property
     def draw(self) -> str:

@@ -15,6 +15,7 @@ from helpers import final_state, finish_in, known, known_run, stop_after
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population
+from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Fleet
 from raydfl.engine.forecast import forecast_steps
@@ -38,6 +39,7 @@ ASYNCHRONOUS = (
 PACES = "data.profile={{pace: {{values: [{}]}}}}"
 THIRDS = "data.profile={hours: {values: ['0-40', '40-80', '80-120']}}"
 HOURS = (THIRDS, "train.fleet.hours={column: hours, period: 120}", "train.fleet.seconds={start: 9, example: 0}")
+HASTE = ("train.deadline=14", "train.batch_size=4", "train.local_epochs=2")
 PRIVATE = ("method.rule={name: gaussian, clip: 1.0, noise: 1.0}", "evaluate.clients=none")
 
 
@@ -76,13 +78,14 @@ def test_a_column_of_the_profile_gives_each_client_its_pace(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deadline", [(), HASTE])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
-def test_a_run_resumes_after_any_step_with_clients_in_flight(tiny: Tiny, method: str) -> None:
-    whole_config = tiny(*ASYNCHRONOUS, method=method)
+def test_a_run_resumes_after_any_step_with_clients_in_flight(tiny: Tiny, method: str, deadline: Sequence[str]) -> None:
+    whole_config = tiny(*ASYNCHRONOUS, *deadline, method=method)
     whole = known(whole_config)
     assert max(read_rows(known_run(whole_config), "staleness")) > 0
     for stopped in (1, 3, 5):
-        config = tiny(*ASYNCHRONOUS, f"run.name=stopped-{stopped}", method=method)
+        config = tiny(*ASYNCHRONOUS, *deadline, f"run.name=stopped-{stopped}", method=method)
         stop_after(config, stopped)
         run_dir = Path(config.run.dir) / config.run.name
         commit = RunStore(run_dir).newest()
@@ -103,9 +106,10 @@ def test_a_longer_run_continues_a_shorter_one_and_keeps_only_needed_versions(tin
     assert_same_bits(whole, finish_in(Path(config.run.dir) / "short", config))
 
 
-def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny) -> None:
+@pytest.mark.parametrize("deadline", [(), HASTE])
+def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny, deadline: Sequence[str]) -> None:
     """A step with one stale client moves the model by the scaled change of its replayed update."""
-    settings = (*ASYNCHRONOUS, "train.fleet.buffer=1", "run.keep=20", "run.name=one")
+    settings = (*ASYNCHRONOUS, *deadline, "train.fleet.buffer=1", "run.keep=20", "run.name=one")
     config = tiny(*settings)
     stop_after(config, 6)
     run_dir = Path(config.run.dir) / "one"
@@ -114,7 +118,8 @@ def test_the_replay_of_a_stale_client_is_its_update(tiny: Tiny) -> None:
     by_round = {commit.state.round_index: commit for commit in states.values()}
     for number in range(1, 6):
         later = {flight.number for flight in by_round[number + 1].in_flight.fleet.flights}
-        arrived = [f for f in by_round[number].in_flight.fleet.flights if f.number not in later]
+        before = by_round[number].in_flight.fleet.flights
+        arrived = [f for f in before if f.number not in later and not f.start.lost]
         if not arrived:
             continue  # a fast client started and arrived in this step
         (flight,) = arrived
@@ -160,7 +165,9 @@ def test_the_arrivals_do_not_depend_on_the_training(tiny: Tiny) -> None:
         assert len(first) == 6
 
 
-@pytest.mark.parametrize("settings", [(), HOURS, ("train.fleet.lost=0.3", "train.fleet.seconds.down=1000")])
+@pytest.mark.parametrize(
+    "settings", [(), HOURS, ("train.fleet.lost=0.3", "train.fleet.seconds.down=1000"), (*HASTE, "train.late=drop")]
+)
 def test_a_forecast_equals_the_run(tiny: Tiny, settings: Sequence[str]) -> None:
     config = tiny(*ASYNCHRONOUS, *settings, "train.rounds=7")
     run_dir = known_run(config)
@@ -170,7 +177,9 @@ def test_a_forecast_equals_the_run(tiny: Tiny, settings: Sequence[str]) -> None:
     assert sum(forecast.dropped.values()) == sum(read_rows(run_dir, "dropped"))
     assert forecast.clients == 8
     # Five places are always taken, except while the hours of too few clients have begun.
-    assert forecast.busy == pytest.approx(5) if settings != HOURS else 0 < forecast.busy < 5
+    # A client that missed the deadline rests until the next step.
+    always = settings != HOURS and "train.late=drop" not in settings
+    assert forecast.busy == pytest.approx(5) if always else 0 < forecast.busy < 5
 
 
 def test_the_share_of_slow_clients_in_a_forecast(tiny: Tiny) -> None:
@@ -215,6 +224,58 @@ def test_training_ends_at_a_virtual_time_and_continues_without_it(tiny: Tiny) ->
 def test_neutral_options_change_no_bit(tiny: Tiny) -> None:
     neutral = ("train.fleet.lost=0.0", "train.fleet.over=1.0", "train.fleet.stale.most=1000000")
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, *neutral)))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedmlac"])
+def test_a_deadline_after_half_of_the_batches_gives_the_bits_of_half_of_the_epochs(
+    tiny: Tiny, method: str, together: int
+) -> None:
+    """With one batch an epoch, every client finishes the first of two epochs in the seconds of the largest client's epoch."""
+    settings = (f"train.together={together}", "train.rounds=3", "train.batch_size=64", "train.fleet.buffer=null")
+    half = tiny(*settings, "train.local_epochs=1", method=method)
+    expected = known(half)
+    sizes = Population.load(known_run(half) / "population").sizes()
+    assert sizes.max() < 2 * sizes.min()
+    config = tiny(*settings, "train.local_epochs=2", f"train.deadline={sizes.max()}", method=method)
+    assert_same_bits(expected, known(config))
+    assert read_rows(known_run(config), "virtual_seconds") == [sizes.max() * number for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_late_clients_train_the_batches_before_the_deadline(tiny: Tiny, together: int) -> None:
+    """Three clients with 1, 2 and 4 s for an example: in 30 s the slower two finish a part of their equal steps."""
+    paces = (PACES.format("1, 2, 4"), "train.fleet.seconds={start: 0, example: pace}", "train.fleet.buffer=3")
+    rounds = ("data.speakers=3", "train.rounds=1", "train.cohort=1.0", "train.local_epochs=2", "train.batch_size=4")
+    config = tiny(*rounds, *paces, f"train.together={together}", "train.deadline=30")
+    run_dir = known_run(config)
+    clients = Clients(Population.load(run_dir / "population"), config)
+    notes = {r.client: r.note for r in record.to_rows(record.read_rows(run_dir)) if r.metric == "late" and r.client}
+    expected = {}
+    for client in clients:
+        size = client.num_examples
+        whole, steps = 2 * size * client.profile["pace"], 2 * math.ceil(size / 4)
+        if whole > 30:
+            expected[client.id] = f"{math.floor(30 * steps / whole)} steps until train.deadline"
+    assert notes == expected
+    assert len(set(expected.values())) == 2
+    assert read_rows(run_dir, "virtual_seconds") == [30]
+
+
+def test_clients_are_dropped_at_a_deadline_and_not_tried_again_in_the_step(tiny: Tiny) -> None:
+    """One client of three is fast enough. The two others are dropped, so a buffer of two has one update."""
+    paces = (PACES.format("1, 50, 50"), "train.fleet.seconds={start: pace, example: pace}")
+    settings = ("data.speakers=3", *paces, "train.rounds=2", "train.late=drop", "train.deadline=99")
+    run_dir = known_run(tiny(*settings, "train.fleet.buffer=2", "train.fleet.concurrency=3"))
+    reasons = [row.note for row in record.to_rows(record.read_rows(run_dir)) if row.metric == "dropped" and row.client]
+    assert reasons == ["late"] * 4
+    assert read_rows(run_dir, "virtual_seconds")[0] == 99 + 50
+    with pytest.raises(ConfigError, match=r"in round 1 no client finishes within 0.5 virtual seconds"):
+        known_run(tiny(*settings, "train.deadline=0.5", "train.fleet.buffer=2", "run.name=hopeless"))
+
+
+def test_a_deadline_that_no_client_misses_changes_no_bit(tiny: Tiny) -> None:
+    assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, "train.deadline=1e9")))
 
 
 def test_clients_train_only_in_their_hours(tiny: Tiny) -> None:
@@ -336,7 +397,6 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.buffer=4", "train.fleet.concurrency=3"], "Raise concurrency, or lower train.fleet.buffer"),
         (["train.fleet.buffer=2", "train.fleet.concurrency=99"], "only 8 can take part"),
         (["train.fleet.buffer=2", "train.fleet.concurrency=4", "train.fleet.over=1.3"], "Remove over"),
-        (["train.fleet.buffer=2", "train.deadline=3"], "Remove train.deadline"),
         (["train.fleet.buffer=2", "train.clients.draw=poisson"], "Set train.clients.draw=fixed"),
         (["train.fleet.buffer=2", *PRIVATE], "rule gaussian cannot account"),
         (["train.fleet.buffer=2", "ray.actors=per_client"], "Set ray.actors to a number"),

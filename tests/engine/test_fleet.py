@@ -36,7 +36,10 @@ def draw_starts(
         available = [c for c in range(len(paces)) if c not in unavailable and (not spans or is_open(spans[c], now))]
         clients = rng.permutation(available)[:free].tolist() if available else []
         gone = [lost > 0 and bool(rng.random() < lost) for _ in clients]
-        return [Start(c, Task(str(c)), paces[c], bad or outlasts(c, now)) for c, bad in zip(clients, gone, strict=True)]
+        return [
+            Start(c, Task(str(c)), paces[c], LOST if bad or outlasts(c, now) else "")
+            for c, bad in zip(clients, gone, strict=True)
+        ]
 
     return start
 
@@ -280,7 +283,7 @@ def test_a_step_is_repeated_until_a_result_survives() -> None:
 
     def start(now: float, free: int, unavailable: Set[int]) -> list[Start]:
         lost = next(attempts) < 2
-        return [Start(client, Task(str(client)), 1.0, lost) for client in range(free)]
+        return [Start(client, Task(str(client)), 1.0, LOST if lost else "") for client in range(free)]
 
     step = advance(Fleet(), 0, Capacity(2, 2), start)
     assert [len(step.arrivals), len(step.dropped), step.fleet.seconds] == [2, 4, 3.0]

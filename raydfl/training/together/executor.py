@@ -79,10 +79,11 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
     try:
         with convert_failures(kind, remember=False):
             seeds = [fit_seed(step) for step in steps]
-            plans = [
+            whole = [
                 [index for _ in range(call.epochs) for index in draw_order(step, examples, call.plan)]
                 for step, examples in zip(steps, data, strict=True)
             ]
+            plans = [plan[: step.clock.most_batches] for step, plan in zip(steps, whole, strict=True)]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
             group = StackedClients([steps[i] for i in order], list(first.models), tuple(call.models))
             weights = [own for i in order if (own := find_weights(steps[i], data[i])) is not None]
@@ -116,6 +117,8 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
         steps[position].clock.steps += int(cast(Ratio, metrics["steps"]).total)
     for position in order[: batches.clients(done) if done < len(batches) else 0]:
         steps[position].clock.cut = True
+    for step, plan, used in zip(steps, whole, plans, strict=True):
+        step.clock.cut |= len(used) < len(plan)
     return results
 
 
