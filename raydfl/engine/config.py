@@ -97,10 +97,10 @@ class Config(Settings):
         for criteria in self.make_selection().wanted.values():
             for setting, criterion in criteria:
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
-        check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
+        check_begins(self.phases, self.train, self.run.best, self.evaluate.interval)
         check_block(self.train, self.components)
         check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
-        check_fleet(self.train, self.ray, self.run, self.components)
+        check_fleet(self.train, self.evaluate, self.ray, self.run, self.components)
         self._check_reference()
         return self
 

@@ -271,7 +271,8 @@ class Federation:
         """Evaluate shared models on the server's data, and clients on their held-out clips, if an evaluation is due."""
         report = current.report
         last = report.round == self.config.train.rounds or bool(self._time_limit.explain_end(current.in_flight))
-        current.evaluated = last or report.round % self.config.evaluate.every == 0
+        before, now = current.before.in_flight.fleet.seconds, current.in_flight.fleet.seconds
+        current.evaluated = last or self.config.evaluate.is_due(report.round, before, now)
         if current.evaluated:
             rows, report.unmeasured = self._measure(current.cohort)
             report.scores = record.scores(rows)

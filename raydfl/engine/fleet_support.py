@@ -5,12 +5,14 @@ from __future__ import annotations
 from raydfl.core.errors import ConfigError
 from raydfl.engine.assembly import Components
 from raydfl.engine.groups import Grouped
-from raydfl.engine.settings import RaySettings, RunSettings
+from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings
 from raydfl.rules import Gaussian, UniformMean, WeightedMean
 from raydfl.training import TrainSettings
 
 
-def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, components: Components) -> None:
+def check_fleet(
+    train: TrainSettings, evaluate: EvaluateSettings, ray: RaySettings, run: RunSettings, components: Components
+) -> None:
     """Reject settings in conflict with ``train.fleet``, and settings without effect when it is off.
 
     Raises:
@@ -21,6 +23,11 @@ def check_fleet(train: TrainSettings, ray: RaySettings, run: RunSettings, compon
             raise ConfigError(
                 "run.stop.seconds limits the virtual time, but train.fleet is off. Set train.fleet.buffer, or remove "
                 "run.stop.seconds"
+            )
+        if not isinstance(evaluate.every, int):
+            raise ConfigError(
+                "evaluate.every.seconds is a virtual time, but train.fleet is off. Set train.fleet.buffer, or set evaluate.every "
+                "to a number of rounds"
             )
         return
     method = components.method

@@ -43,10 +43,22 @@ class FineTuneSettings(Settings):
     )
 
 
+class VirtualInterval(Settings):
+    """Interval in virtual time (``train.fleet``)."""
+
+    seconds: float = Field(
+        gt=0,
+        description="Virtual seconds between evaluations: the first round that reaches a multiple of this time is evaluated. Needs "
+        "train.fleet.",
+    )
+
+
 class EvaluateSettings(Settings):
     """Settings of the evaluation: its models, its interval and its data."""
 
-    every: int = Field(5, ge=1, description="Rounds between evaluations. The last round is always evaluated.")
+    every: Annotated[int, Field(ge=1)] | VirtualInterval = Field(
+        5, description="Rounds between evaluations, or {seconds}. The last round is always evaluated."
+    )
     server: bool = Field(True, description="Evaluate the shared models on the server's test data.")
     clients: Literal["none", "cohort", "all"] = Field(
         "cohort",
@@ -63,6 +75,23 @@ class EvaluateSettings(Settings):
         description="Evaluate clients a second time after fine-tuning, as personal/...: {epochs, part}. null: the method's "
         "default (fedbabu: 5 epochs, others: none).",
     )
+
+    @property
+    def interval(self) -> int:
+        """Smallest number of rounds between two evaluations."""
+        return self.every if isinstance(self.every, int) else 1
+
+    def is_due(self, round_index: int, before: float, now: float) -> bool:
+        """Return whether a round is evaluated.
+
+        Args:
+            round_index: Number of completed rounds, including this one.
+            before: Virtual time before the round in seconds.
+            now: Virtual time after the round in seconds.
+        """
+        if isinstance(self.every, int):
+            return round_index % self.every == 0
+        return now // self.every.seconds > before // self.every.seconds
 
 
 _REPLACED = {

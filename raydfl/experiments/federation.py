@@ -236,7 +236,7 @@ class _Federation(tune.Trainable):
             while True:
                 report = self._trained
                 more = report.round < config.train.rounds and not report.stopped
-                evaluated = report.round % config.evaluate.every == 0 and report.round > after
+                evaluated = report.round % config.evaluate.interval == 0 and report.round > after
                 if self._order.judged and evaluated and more:
                     yield self._make_result(report.round, report.scores)
                 self._trained = rounds.send(self._is_stopped())

@@ -215,7 +215,7 @@ def check_domains(study: Study) -> None:
     if type(method).evaluate is Method.evaluate:  # An override may measure any score.
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")
-    every, rounds = config.evaluate.every, study.rounds
+    every, rounds = config.evaluate.interval, study.rounds
     faults = {
         "metric.split is validation, but data.split.validation is 0, so no clips are held out. Set it, or set split: test.": (
             metric.split == "validation"
@@ -324,7 +324,7 @@ def check_protocol(study: Study) -> None:
     untrained = LABELS["untrained"]
     trials = [trial for trial in study.trials if untrained not in trial.labels]
     cadences = {
-        f"{trial.config.train.rounds} rounds, evaluated every {trial.config.evaluate.every}": trial.name
+        f"{trial.config.train.rounds} rounds, evaluated every {trial.config.evaluate.interval}": trial.name
         for trial in trials
     }
     listed = "; ".join(f"{name}: {cadence}" for cadence, name in cadences.items())

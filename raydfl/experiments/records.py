@@ -101,7 +101,7 @@ def make_result(study: Study, trial: Trial) -> RunResult:
         values=dict(trial.values),
         repeat=trial.repeat,
         rounds=record.done,
-        every=trial.config.evaluate.every,
+        every=trial.config.evaluate.interval,
         scores={
             name: [(int(at), float(value)) for at, value in zip(curve.rounds, curve.values, strict=True)]
             for name, curve in curves.items()

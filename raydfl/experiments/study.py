@@ -242,6 +242,10 @@ class Study:
         ]
         base = self._get_cell_value(labels, "base", self.settings.base)
         config = self._configure({} if base is None else self.bases[str(base)], layers)
+        if not isinstance(config.evaluate.every, int):
+            raise ConfigError(
+                "evaluate.every.seconds: a study compares equal rounds. Set evaluate.every to a number of rounds."
+            )
         metric = self._make_metric(labels, config)
         if self.settings.patience is not None:
             config = self._configure_patience(config, metric)

@@ -391,7 +391,7 @@ def _run_rounds(
                 reports = None if finished is None else [finished]
             else:
                 # A call may compute several short rounds. It ends at an evaluation if the caller may stop the run there.
-                every = config.evaluate.every if waits else total
+                every = config.evaluate.interval if waits else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)

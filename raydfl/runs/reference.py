@@ -17,6 +17,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "method": {"name": "fedavg"},
     "attack": None,
     "train.groups": "none",
+    "train.fleet": None,
     "train.phases": {},
     "run.best": None,
     "run.stop": None,
@@ -35,15 +36,18 @@ def configure_references(config: Config, run_dir: Path, clients: int) -> Iterato
     """
     wanted = config.run.reference
     names = [] if wanted is None else [name for name in ("pooled", "local") if getattr(wanted, name)]
+    # Reference runs have no virtual time.
+    every = config.evaluate.every if isinstance(config.evaluate.every, int) else math.ceil(config.train.rounds / 10)
     for name in names:
-        settings = {**_NEUTRAL, "run.dir": str(run_dir / "reference"), "run.name": name}
+        place = {"run.dir": str(run_dir / "reference"), "run.name": name}
+        settings = {**_NEUTRAL, **place, "evaluate.every": every, "train.deadline": config.train.real_deadline}
         if name == "pooled":
             share = config.train.cohort_size(clients) / clients
             settings |= {
                 **POOLED,
                 "train.clients": None,
                 "train.rounds": math.ceil(config.train.rounds * share),
-                "evaluate.every": math.ceil(config.evaluate.every * share),
+                "evaluate.every": math.ceil(every * share),
             }
         else:
             settings |= LOCAL

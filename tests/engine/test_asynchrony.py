@@ -22,6 +22,7 @@ from raydfl.engine.forecast import forecast_steps
 from raydfl.engine.storage import record
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs._replay import replay
+from raydfl.runs.reference import configure_references
 from raydfl.testing import assert_same_bits, start_server
 
 Tiny = Callable[..., Config]
@@ -278,6 +279,24 @@ def test_a_deadline_that_no_client_misses_changes_no_bit(tiny: Tiny) -> None:
     assert_same_bits(known(tiny(*ASYNCHRONOUS)), known(tiny(*ASYNCHRONOUS, "train.deadline=1e9")))
 
 
+def test_the_first_step_after_an_interval_of_virtual_time_is_evaluated(tiny: Tiny) -> None:
+    """Each of five clients takes 7 s, and a step has one. All start together, so steps end at 7 s (five), 14 s (five), 21 s."""
+    settings = ("data.speakers=5", "train.fleet={buffer: 1, concurrency: 5, seconds: {start: 7, example: 0}}")
+    config = tiny(*settings, "train.rounds=12", "evaluate.every={seconds: 10}")
+    rows = record.to_rows(record.read_rows(known_run(config)))
+    evaluated = sorted({row.round for row in rows if row.split == "test"})
+    assert evaluated == [6, 11, 12]  # the first at 14 s, the first at 21 s, the last
+
+
+def test_reference_runs_have_no_virtual_time(tiny: Tiny) -> None:
+    settings = ("train.rounds=4", "run.reference={pooled: true, local: true}", "evaluate.every={seconds: 10}")
+    config = tiny(*settings, "train.fleet.buffer=2", "train.deadline=1e6")
+    for name, reference in configure_references(config, Path(config.run.dir), 6):
+        assert reference.train.fleet is None, name
+        assert reference.train.deadline is None
+        assert reference.evaluate.every == 1
+
+
 def test_clients_train_only_in_their_hours(tiny: Tiny) -> None:
     """Each client works 9 s, in its third of 120 s. So four of the 9 s fit into each third, and a fifth start is lost."""
     config = tiny("data.speakers=3", *HOURS, "train.rounds=13", "train.fleet.buffer=1", "train.fleet.concurrency=3")
@@ -397,6 +416,8 @@ def test_lost_and_stale_clients_are_recorded(tiny: Tiny) -> None:
         (["train.fleet.buffer=4", "train.fleet.concurrency=3"], "Raise concurrency, or lower train.fleet.buffer"),
         (["train.fleet.buffer=2", "train.fleet.concurrency=99"], "only 8 can take part"),
         (["train.fleet.buffer=2", "train.fleet.concurrency=4", "train.fleet.over=1.3"], "Remove over"),
+        (["evaluate.every={seconds: 60}"], "evaluate.every.seconds is a virtual time, but train.fleet is off"),
+        (["train.fleet.buffer=2", "evaluate.every={seconds: 0}"], "evaluate.every"),
         (["train.fleet.buffer=2", "train.clients.draw=poisson"], "Set train.clients.draw=fixed"),
         (["train.fleet.buffer=2", *PRIVATE], "rule gaussian cannot account"),
         (["train.fleet.buffer=2", "ray.actors=per_client"], "Set ray.actors to a number"),

@@ -62,7 +62,7 @@ CONFIGURATIONS = {
     "sites": ["data.sites={here: {folder: /here}}"],
     "fleet": [
         "train.fleet={seconds: {spread: 1}}",
-        "train.deadline=null",
+        "evaluate.every={seconds: 9}",
         "data.profile={h: {values: [0-9]}}",
         "train.fleet.hours.column=h",
     ],
