@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -253,7 +255,30 @@ def connect_ray(address: str | None, quiet: bool = False, local_cpus: int | None
             ) from error
         started = True
     try:
-        yield
+        with _interrupt_on_termination() if started else contextlib.nullcontext():
+            yield
     finally:
         if started:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _interrupt_on_termination() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C inside a block. Ray's own handler prints the stack of its C++ code.
+
+    Raises:
+        KeyboardInterrupt: SIGTERM arrived.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # Outside the main thread, the caller handles signals.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

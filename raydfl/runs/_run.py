@@ -193,6 +193,10 @@ def _check_place(run_dir: Path, parent: str, name: str | None, config: Config) -
 def _check_actors(config: Config, progress: Progress) -> None:
     """Check the settings of client actors before any computation."""
     check_without_actors(config.ray)
+    if config.ray.actors == 0 and is_job():
+        progress.message(
+            "ray.actors=0: clients train in this process, on the head. Set ray.actors=2 to use the cluster."
+        )
     if config.ray.cpu_fallback and config.ray.gpus != 0:
         progress.message("ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU")
 

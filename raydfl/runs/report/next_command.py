@@ -8,6 +8,7 @@ from typing import Any
 
 from raydfl.core.files import display_path
 from raydfl.core.nested import get_path
+from raydfl.core.remote import below, is_uri
 from raydfl.core.yaml import to_yaml
 from raydfl.runs.report.data import RunRecord
 from raydfl.runs.verdict import NOT_SPEECH
@@ -24,10 +25,10 @@ def choose_command(run: RunRecord, learnt: bool | None, kinds: Set[str], name: s
         run: The run.
         learnt: Whether it learnt. ``None``: unknown.
         kinds: Kinds of its problems and findings.
-        name: Folder or URI of the run, quoted for a shell. Defaults to its folder.
+        name: Folder or URI of the run, quoted for a shell. Defaults to its URI or folder.
     """
-    folder = display_path(run.folder)
-    name = name or shlex.quote(folder)
+    folder, runs = display_path(run.folder), get_path(run.config, "run.dir")
+    name = name or shlex.quote(below(runs, run.folder.name) if is_uri(runs) else folder)
     improves = kinds & {"rising", "loss falls", "few evaluations"}
     if run.done < run.total and not run.stopped:
         return f"raydfl resume {name}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -288,3 +290,21 @@ def test_a_run_resumes_without_the_folder_of_its_first_job(tmp_path: Path, tiny:
     assert create(tiny(method=f"{tmp_path}/second/mine.py:Mine"), Progress("quiet")) == run_dir
     assert json.loads((run_dir / "run.json").read_text())["digest"]
     assert "second/mine.py" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_termination_before_the_first_round_is_an_interruption() -> None:
+    """Ray's handler of SIGTERM prints the stack of its C++ code, which looks like a crash."""
+    code = (
+        "import time\nfrom raydfl.cluster.session import connect_ray\n"
+        "with connect_ray(None, local_cpus=1):\n    print('connected', flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "connected\n"
+        process.terminate()
+        errors = process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" in errors
+    assert "SIGTERM" not in errors
