@@ -3,7 +3,7 @@
 Grey images of 28 x 28, in idx files of images and of labels: a pair for training and a pair for the test, the official split.
 Either pair may be missing; the set then has no split. An idx file is often compressed with gzip. It consists of two zero bytes,
 a byte for the type (8: unsigned bytes) and a byte for the number of dimensions, the dimensions as 32-bit integers (big-endian),
-and the values. docs/data.md#views has an example with MNIST. For notMNIST:
+and the values. docs/recordings.md#images has an example with MNIST. For notMNIST:
 
     raydfl data info jobs/tiny.yaml models.model=cnn_small data='{name: mnist, root: PATH/TO/notmnist,
       names: [A, B, C, D, E, F, G, H, I, J], features: {kind: image, size: 28},
