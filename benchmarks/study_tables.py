@@ -32,6 +32,7 @@ from raydfl.core.options import path_options
 from raydfl.data import find_dataset, place_of
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
 from raydfl.experiments.page import draw_curves
+from raydfl.experiments.protocol import LABELS
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study
@@ -44,7 +45,7 @@ STUDIES = ROOT / "benchmarks" / "studies"
 RESULTS = ROOT / "benchmarks" / "results"
 _COLUMNS = 100
 """Characters in a line of a code block on the site."""
-_MAIN_NOTES = re.compile(r"^(Headline|A conclusion needs|Did not learn)|unfinished")
+_MAIN_NOTES = re.compile(r"^(Headline|A conclusion needs|Did not learn, so not ranked: (?!untrained\.))|unfinished")
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
@@ -133,7 +134,7 @@ def format_list() -> str:
 
 
 def format_conclusions() -> str:
-    """Format the conclusions of all confirmatory studies: a line for each contestant that learned and finished."""
+    """Format the conclusions of all confirmatory studies: a line for each contestant that trained and finished."""
     lines = []
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
@@ -144,7 +145,8 @@ def format_conclusions() -> str:
             continue
         settings = results.study.settings
         for contestant in results.contestants:
-            if settings.confirmatory and contestant.difference and contestant.conclusion != "unfinished":
+            trained = LABELS["untrained"] not in contestant.labels and contestant.conclusion != "unfinished"
+            if settings.confirmatory and contestant.difference and trained:
                 control = ", ".join(settings.control.get(axis, "") for axis in results.study.axes).strip(", ")
                 labels, unit = ", ".join(contestant.labels), contestant.metrics[0].title
                 link = f"[{path.stem}](../benchmarks/studies/{path.name})"
