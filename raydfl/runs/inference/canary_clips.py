@@ -149,19 +149,17 @@ def compute_lower_bound(canaries: int, guesses: int, correct: int, delta: float,
         delta: Failure probability of the guarantee, from 0 to 1.
         error: Probability that the bound exceeds the true epsilon, between 0 and 1.
     """
+    from scipy.optimize import brentq  # only audits need it
 
-    def is_rejected(epsilon: float) -> bool:
-        return compute_p_value(canaries, guesses, correct, epsilon, delta) < error
+    def exceed(epsilon: float) -> float:
+        return compute_p_value(canaries, guesses, correct, epsilon, delta) - error
 
-    if not is_rejected(0.0):
+    if exceed(0.0) >= 0:
         return 0.0
-    low, high = 0.0, 1.0
-    while is_rejected(high):
-        low, high = high, 2 * high
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_rejected(middle) else (low, middle)
-    return low
+    high = 1.0
+    while exceed(high) < 0:
+        high *= 2
+    return float(brentq(exceed, 0.0, high, xtol=1e-9))
 
 
 def compute_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
