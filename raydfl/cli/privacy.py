@@ -195,6 +195,12 @@ def audit_command(
             limit = f"{bound:.3g} exceeds {promised:.3g}" if violated else f"{bound:.3g} is within {promised:.3g}"
             of = "" if clips is None else ", the largest epsilon of the clients with canary clips"
             console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}{of}.", soft_wrap=True)
+        if clips is not None and clips.largest <= promised < math.inf:
+            console.print(
+                "warning: this audit cannot fail, because its largest possible lower bound is within the promise. Use more canary "
+                "clips.",
+                soft_wrap=True,
+            )
         if membership is None:
             console.print(f"membership: not measured. {reason}", markup=False, soft_wrap=True)
         else:
