@@ -72,19 +72,16 @@ def check_privacy(
         ConfigError: A setting is outside the guarantee, or a setting of privacy has no effect. The message names it.
     """
     rule, method = components.rule, components.method
+    promised = settings
     if any(own.corrupt.canaries is not None for own in data.each.values()):
         _check_canaries(components, data)
-        audited = settings.model_copy(
-            update={"delta": None}
-        )  # without a guarantee, the audit needs a delta all the same
-    else:
-        audited = settings
+        promised = settings.model_copy(update={"delta": None})  # the audit needs delta, also without a guarantee
     if train.optimiser.private is not None:
         _check_examples(settings, components, data, train, evaluate, run)
         return
     if not isinstance(rule, Gaussian):
         limit = "run.stop.epsilon" if run.stop is not None and run.stop.epsilon is not None else ""
-        if where := "privacy" if audited != PrivacySettings() else limit:
+        if where := "privacy" if promised != PrivacySettings() else limit:
             raise ConfigError(
                 f"{where}: rule {type(rule).__name__} gives no differential privacy. Set method.rule to "
                 f"{{name: gaussian, clip: ..., noise: ...}}, set train.optimiser.private, or remove {where}"

@@ -55,7 +55,8 @@ def test_coins_are_fair_and_independent_of_the_drawn_clips(tiny: Tiny) -> None:
     """Over seeds, the number of trained canaries is binomial, and single clips are included half of the time."""
     data = tiny("data.takes=6", "data.corrupt.canaries={clips: 20}").data
     manifest, classes = list_clips(data, 0)
-    counts, included = [], []
+    counts: list[int] = []
+    included: list[bool] = []
     for seed in range(40):
         tables = assign_clips(manifest, classes, data, seed)
         clip = tables.codes("clip")

@@ -93,8 +93,8 @@ def audit_clips(run_dir: str | Path, trust: bool = False) -> ClipAudit:
         model = run.load_shared(None)
     except InputError as error:
         raise InputError(
-            f"the audit scores canary clips with one global model, but {error} Train the audited run with a method for one global "
-            f"model, such as fedavg"
+            "the audit scores canary clips with one global model, which this run does not have. Train it with such a method, for "
+            "example fedavg, and without train.groups"
         ) from error
     population = Population.load(folder / "population").use(run.config.data)
     scores, included, owners = [], [], []

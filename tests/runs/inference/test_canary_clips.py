@@ -225,6 +225,25 @@ def test_two_actors_give_the_same_bits_and_the_same_audit(tiny: Tiny, ray_sessio
 
 
 @pytest.mark.slow
+def test_ten_seeds_with_and_without_noise(tiny: Tiny) -> None:
+    """The control has a bound of 0 in 95 % of the audits: 4 of 20 or more have a probability of 1.6 %."""
+    pytest.importorskip("dp_accounting")
+    noisy = ("train.local_epochs=10", "train.optimiser={name: adam, lr: 0.01, private: {clip: 1.0, noise: 2.0}}")
+    controls = []
+    for seed in range(10):
+        plain, private = (
+            run(tiny(*CANARIES, *rest, f"run.seed={seed}", f"run.name={kind}{seed}"), Progress("quiet")).run_dir
+            for kind, rest in (("plain", MEMORISE), ("private", noisy))
+        )
+        of_plain, of_private = audit_clips(plain), audit_clips(private)
+        assert of_plain.found.lower_bound > 1
+        promised = json.loads((private / "run.json").read_text())["privacy"]["epsilon"]
+        assert of_private.found.lower_bound <= promised
+        controls += [of_plain.control.lower_bound, of_private.control.lower_bound]
+    assert sum(bound > 0 for bound in controls) <= 3
+
+
+@pytest.mark.slow
 def test_spoken_words_with_and_without_noise(tiny: Tiny) -> None:
     """The federation of docs/attacks.md: memorised clips are revealed, and noise hides them."""
     pytest.importorskip("dp_accounting")
