@@ -151,15 +151,15 @@ def compute_lower_bound(canaries: int, guesses: int, correct: int, delta: float,
     """
     from scipy.optimize import brentq  # only audits need it
 
-    def exceed(epsilon: float) -> float:
+    def compute_excess(epsilon: float) -> float:
         return compute_p_value(canaries, guesses, correct, epsilon, delta) - error
 
-    if exceed(0.0) >= 0:
+    if compute_excess(0.0) >= 0:
         return 0.0
     high = 1.0
-    while exceed(high) < 0:
+    while compute_excess(high) < 0:
         high *= 2
-    return float(brentq(exceed, 0.0, high, xtol=1e-9))
+    return float(brentq(compute_excess, 0.0, high, xtol=1e-9))
 
 
 def compute_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
