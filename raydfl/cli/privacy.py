@@ -142,29 +142,36 @@ def audit_command(
     """Test the differential privacy of the run by attacks. Exit code 1: the run reveals more than its epsilon allows.
 
     The membership attack compares the losses of training clips and held-out clips. A run with the rule gaussian also needs the
-    attack canary: the audit redraws the canaries' directions and compares them with the movement of the global model. It trains
-    nothing.
+    attack canary: the audit redraws the canaries' directions and compares them with the movement of the global model. With
+    data.corrupt.canaries the audit guesses from the losses of the canary clips which of them were in the training data, also in a
+    run without differential privacy. It trains nothing.
     """
     from raydfl.data import Population  # PyTorch takes seconds
-    from raydfl.engine import audit_model, describe_run, measure_examples
+    from raydfl.engine import audit_model, describe_run, measure_clients, measure_examples
     from raydfl.engine.storage import final_commit, local_run, read_about, read_config
-    from raydfl.runs.inference import measure_membership
+    from raydfl.runs.inference import audit_clips, measure_membership
 
     folder = local_run(directory)
     config, stored = read_config(folder, trust), read_about(folder).get("privacy")
-    if stored is None:
+    has_canary_clips = not config.data.parts and config.data.corrupt.canaries is not None
+    if stored is None and not has_canary_clips:
         raise InputError(
             f"{directory} has no differential privacy to audit. Train it with method.rule={{name: gaussian, ...}} or "
-            f"train.optimiser.private={{noise: ...}}"
+            f"train.optimiser.private={{noise: ...}}, or with data.corrupt.canaries={{clips: 100}}"
         )
-    state, audit, console = final_commit(folder).state, None, Console(highlight=False)
-    if stored.get("unit") == "clip":
+    state, console = final_commit(folder).state, Console(highlight=False)
+    audit, clips, promised = None, audit_clips(folder, trust) if has_canary_clips else None, math.inf
+    text = "nothing, because the run has no differential privacy"
+    if stored is not None and stored.get("unit") == "clip":
         promised, _, text = measure_examples(folder, stored, state.round_index)
-    else:
+        if clips is not None:
+            promised = measure_clients(folder, stored, state.round_index, clips.clients)
+    elif stored is not None:
         promised, text = describe_run(stored, state.round_index)
         population = Population.load(folder / "population", features=False)
         audit = audit_model(config, population, state, stored["delta"])
-    bound = 0.0 if audit is None else audit.canaries.compute_lower_bound()
+    bound = clips.found.lower_bound if clips is not None else 0.0
+    bound = bound if audit is None else audit.canaries.compute_lower_bound()
     violated = bound > promised
     membership, reason = None, ""
     try:
@@ -174,14 +181,26 @@ def audit_command(
     if as_json:
         measured = None if membership is None else dataclasses.asdict(membership)
         canaries = {} if audit is None else audit.to_dict()
-        values = {"promised": promised, "violated": violated, **canaries, "membership": measured}
+        canary_clips = {} if clips is None else {"canary_clips": clips.to_dict()}
+        promise = None if stored is None else promised
+        values = {"promised": promise, "violated": violated, **canaries, **canary_clips, "membership": measured}
         print(json.dumps(values))  # noqa: T201
     else:
         console.print(f"promised: {text}", markup=False, soft_wrap=True)
         if audit is not None:
             _print_canaries(audit, console)
+        if clips is not None:
+            _print_clips(clips, console)
+        if stored is not None and (audit is not None or clips is not None):
             limit = f"{bound:.3g} exceeds {promised:.3g}" if violated else f"{bound:.3g} is within {promised:.3g}"
-            console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}.")
+            of = "" if clips is None else ", the largest epsilon of the clients with canary clips"
+            console.print(f"{'violated' if violated else 'not violated'}: the lower bound {limit}{of}.", soft_wrap=True)
+        if clips is not None and clips.largest <= promised < math.inf:
+            console.print(
+                "warning: this audit cannot fail, because its largest possible lower bound is within the promise. Use more canary "
+                "clips.",
+                soft_wrap=True,
+            )
         if membership is None:
             console.print(f"membership: not measured. {reason}", markup=False, soft_wrap=True)
         else:
@@ -192,6 +211,19 @@ def audit_command(
             )
     if violated:
         raise typer.Exit(1)
+
+
+def _print_clips(audit: Any, console: Console) -> None:
+    """Print the guesses of canary clips and of the control (``raydfl.runs.inference.ClipAudit``)."""
+    table = Table("canary clips", "guesses", "correct", "95 % lower bound", box=None, pad_edge=False)
+    included = f"{audit.included} of {audit.clips} trained"
+    for name, guesses in ((included, audit.found), ("control, fresh coins", audit.control)):
+        table.add_row(name, str(guesses.guesses), str(guesses.correct), f"{guesses.lower_bound:.3g}")
+    console.print(table)
+    console.print(
+        f"Largest possible lower bound with {audit.clips} canary clips and delta {audit.delta:.3g}: {audit.largest:.3g}.",
+        soft_wrap=True,
+    )
 
 
 def _print_canaries(audit: Any, console: Console) -> None:

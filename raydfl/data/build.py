@@ -21,6 +21,7 @@ from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings, qualify_error
+from raydfl.data.steps.canaries import add_canaries
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.label_sequences import find_rarest_units, split_sequences
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
@@ -94,15 +95,17 @@ def make_steps(data: DataSettings, seed: int, attack: Poisoner | None = None) ->
         tables = partition_clips(tables, how, pools, seed)
         return tables if file is None else match_clients(tables, file, columns)
 
+    def corrupt_clips(tables: Assignment) -> Assignment:
+        tables = corrupt(tables, data.corrupt, seed, data.label_sequences)
+        return remove_views(add_canaries(tables, data.corrupt.canaries, seed), data.missing, seed)
+
     steps: dict[str, Step] = {
         "split": lambda tables: split_clips(tables, data.split, seed),
         "pools": lambda tables: assign_pools(tables, data.pools, data.unlabelled, seed),
         "partition": partition,
         "hold_out": lambda tables: hold_out(tables, data.split, seed),
         "profile": lambda tables: add_profiles(tables, data.profile),
-        "corrupt": lambda tables: remove_views(
-            corrupt(tables, data.corrupt, seed, data.label_sequences), data.missing, seed
-        ),
+        "corrupt": corrupt_clips,
     }
     if attack is not None:
         steps["poison"] = lambda tables: poison(tables, attack, seed)

@@ -258,6 +258,11 @@ class Population:
             part.examples(tables.rows("client_test", position)),
         )
 
+    def read_canaries(self, index: int) -> Examples:
+        """Return a client's canary clips (``data.corrupt.canaries``), in the training data or not, cut as test clips."""
+        part, position = self._locate(index)
+        return part.examples(part.tables.rows("canary", position))
+
     def read_role(self, role: Literal["train", "validation", "client_test", "test"]) -> list[Examples]:
         """Return the examples of a role, of all clients and pools: a sequence for each feature store with examples."""
         return self._part.read_role(role)

@@ -44,8 +44,9 @@ from raydfl.core.part_names import qualify
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.client_ids import ClientIds, to_numbers
 
-ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered")
-"""Roles of an example, in the order of the table of clips. Attackers train on ``attack`` instead of ``train``."""
+ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered", "canary")
+"""Roles of an example, in the order of the table of clips. Attackers train on ``attack`` instead of ``train``. Canary clips have a
+row of the role ``canary``, and a row of the role ``train`` if their coin includes them."""
 POOLED = ("train", "attack")
 """Roles with pools of examples."""
 
@@ -331,11 +332,16 @@ class Tables:
 def _are_equal(left: pa.RecordBatch, right: pa.RecordBatch) -> bool:
     """Return whether two tables have equal columns."""
     return left.schema.names == right.schema.names and all(
-        _read_texts(a) == _read_texts(b) and np.array_equal(to_numbers(a), to_numbers(b))
+        _agree(_read_texts(a), _read_texts(b)) and np.array_equal(to_numbers(a), to_numbers(b))
         if pa.types.is_dictionary(a.type) and pa.types.is_dictionary(b.type)
         else a.equals(b)
         for a, b in zip(left.columns, right.columns, strict=True)
     )
+
+
+def _agree(left: Sequence[str], right: Sequence[str]) -> bool:
+    """Return whether equal codes mean equal values. Later versions append roles."""
+    return all(a == b for a, b in zip(left, right, strict=False))
 
 
 def _read_texts(column: pa.DictionaryArray) -> list[str]:

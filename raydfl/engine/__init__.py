@@ -11,7 +11,14 @@ from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import find_received_entries, label_entry
-from raydfl.engine.example_privacy import expect_steps, measure_examples, plan_examples, prepare_examples
+from raydfl.engine.example_privacy import (
+    choose_delta,
+    expect_steps,
+    measure_clients,
+    measure_examples,
+    plan_examples,
+    prepare_examples,
+)
 from raydfl.engine.federation import Federation
 from raydfl.engine.fine_tuning import personal_name
 from raydfl.engine.forecast import Forecast, forecast_steps
@@ -60,6 +67,7 @@ __all__ = [
     "build_fixed_tensors",
     "build_models",
     "check_same_software",
+    "choose_delta",
     "compute_kept_bytes",
     "count_parameters",
     "describe_run",
@@ -74,6 +82,7 @@ __all__ = [
     "label_entry",
     "load_config",
     "make_config",
+    "measure_clients",
     "measure_examples",
     "measure_once",
     "personal_name",

@@ -35,6 +35,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
+    ("data", "corrupt", "canaries"): None,
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("data", "split", "client_test"): None,
     ("data", "split", "server_validation"): None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,13 @@ def plan_examples(config: Config, population: Population, clients: Clients) -> t
     counts = Counter(_count_clips(population, clients).values())
     if not counts:
         raise ConfigError("train.optimiser.private: no client has training clips. Change data.split or train.clients")
-    delta = config.privacy.delta
-    delta = float(max(*counts, 2) ** -1.1) if delta is None else delta
+    delta = choose_delta(config.privacy.delta, counts)
     return ExampleMechanism(config.train.batch_size, settings.noise, delta), dict(counts)
+
+
+def choose_delta(delta: float | None, clips: Iterable[int]) -> float:
+    """Return the configured delta, or the default for the largest number of a client's clips."""
+    return float(max(*clips, 2) ** -1.1) if delta is None else delta
 
 
 def _count_clips(population: Population, clients: Clients) -> dict[str, int]:
@@ -138,11 +142,32 @@ def measure_examples(run_dir: Path, stored: Mapping[str, Any], rounds: int) -> t
     Raises:
         RunDirectoryError: The group is damaged.
     """
+    mechanism = read_example_mechanism(stored)
+    largest, median = mechanism.summarise(Counter(_read_pairs(run_dir, rounds).values()))
+    return largest, median, describe_examples(mechanism, rounds, largest, median, stored.get("key") is not None)
+
+
+def measure_clients(run_dir: Path, stored: Mapping[str, Any], rounds: int, clients: Collection[str]) -> float:
+    """Compute the largest epsilon of some of a run's clients. 0 if none of them took part.
+
+    Args:
+        run_dir: Folder of the run.
+        stored: Group ``privacy`` of the run's ``run.json``.
+        rounds: Completed rounds.
+        clients: Ids of the clients.
+
+    Raises:
+        RunDirectoryError: The group is damaged.
+    """
+    pairs = _read_pairs(run_dir, rounds)
+    return read_example_mechanism(stored).summarise(Counter(pairs[c] for c in clients if c in pairs))[0]
+
+
+def _read_pairs(run_dir: Path, rounds: int) -> dict[str, tuple[int, int]]:
+    """Return the numbers of clips and of private steps of each client that took part, by its id."""
     population = Population.load(run_dir / "population", features=False)
     sizes = dict(zip(population.ids, map(int, population.sizes()), strict=True))
-    mechanism, steps = read_example_mechanism(stored), read_steps(run_dir, rounds)
-    largest, median = mechanism.summarise(Counter((sizes[client], count) for client, count in steps.items()))
-    return largest, median, describe_examples(mechanism, rounds, largest, median, stored.get("key") is not None)
+    return {client: (sizes[client], count) for client, count in read_steps(run_dir, rounds).items()}
 
 
 def read_steps(run_dir: Path, rounds: int) -> Counter[str]:

@@ -72,12 +72,16 @@ def check_privacy(
         ConfigError: A setting is outside the guarantee, or a setting of privacy has no effect. The message names it.
     """
     rule, method = components.rule, components.method
+    promised = settings
+    if any(own.corrupt.canaries is not None for own in data.each.values()):
+        _check_canaries(components, data)
+        promised = settings.model_copy(update={"delta": None})  # the audit needs delta, also without a guarantee
     if train.optimiser.private is not None:
         _check_examples(settings, components, data, train, evaluate, run)
         return
     if not isinstance(rule, Gaussian):
         limit = "run.stop.epsilon" if run.stop is not None and run.stop.epsilon is not None else ""
-        if where := "privacy" if settings != PrivacySettings() else limit:
+        if where := "privacy" if promised != PrivacySettings() else limit:
             raise ConfigError(
                 f"{where}: rule {type(rule).__name__} gives no differential privacy. Set method.rule to "
                 f"{{name: gaussian, clip: ..., noise: ...}}, set train.optimiser.private, or remove {where}"
@@ -237,3 +241,40 @@ def _check_examples(
         if conflict:
             raise ConfigError(f"{where}: train.optimiser.private protects single clips, but {reason}. {remedy}")
     _check_releases(settings, evaluate, run, "train.optimiser.private")
+
+
+def _check_canaries(components: Components, data: DataSettings) -> None:
+    """Reject settings without a meaning for canary clips.
+
+    Raises:
+        ConfigError: The message names the setting.
+    """
+    pools, by_table = bool(data.pools) or data.unlabelled is not None, data.partition.by == "table"
+    conflicts = {
+        "objective": (
+            components.method.objective.answers != "class",
+            "the wrong label of a canary is another class",
+            "Choose objective=classify",
+        ),
+        "data.label_sets": (data.label_sets is not None, "a clip has several classes", "Set it to null"),
+        "data.label_sequences": (data.label_sequences is not None, "a label is a transcript", "Set it to null"),
+        "data.parts": (bool(data.parts), "several sets of clients have no common audit", "Use a single data set"),
+        "data.sites": (bool(data.sites), "the audit needs the clips", "Remove it"),
+        "data.pools" if data.pools else "data.unlabelled": (pools, "several pools have no common audit", "Remove it"),
+        "data.partition.by": (by_table, "clients of a table may share clips", "Choose another partition"),
+        "method.rule": (
+            isinstance(components.rule, Gaussian),
+            "gaussian protects clients",
+            "Audit it with the attack canary, or choose another rule",
+        ),
+        "attack": (
+            components.attack is not None,
+            "attackers do not train on their clips as others do",
+            "Set it to null",
+        ),
+    }
+    for where, (conflict, reason, remedy) in conflicts.items():
+        if conflict:
+            raise ConfigError(
+                f"{where}: data.corrupt.canaries audits the training on single clips, but {reason}. {remedy}"
+            )

@@ -69,7 +69,10 @@ CONFIGURATIONS = {
     "as if": [
         *("method.rule={name: gaussian, noise: 1}", "evaluate.clients=none", "privacy.as_if={clients: 9, cohort: 2}")
     ],
-    "private": ["train.optimiser.private={noise: 1.0}", "train.deadline=null", "evaluate.clients=none"],
+    "private": [
+        *("train.optimiser.private={noise: 1.0}", "train.deadline=null", "evaluate.clients=none"),
+        "data.corrupt.canaries={clips: 10}",
+    ],
 }
 
 

@@ -109,6 +109,7 @@ _DATA: dict[str, tuple[str, ...]] = {
     "noise": ("data.corrupt.noise={snr_db: 5, clients: 0.5}",),
     "wrong labels": ("data.corrupt.labels={rate: 0.5, clients: 0.5}",),
     "noise and wrong labels": ("data.corrupt={noise: {snr_db: 5, clients: 0.5}, labels: {rate: 0.5, clients: 2}}",),
+    "canary clips": ("data.corrupt.canaries={clips: 12, clients: 0.5}", ROBUST),
     "unlabelled": ("data.unlabelled={keep: 0.4}",),
     "unlabelled by another partition": (
         "data.unlabelled={keep: 0.5, use: 0.5, partition: {by: dirichlet, clients: 6, alpha: 1.0}}",

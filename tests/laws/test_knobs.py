@@ -405,6 +405,7 @@ def _is_close(a: bytes, b: bytes) -> bool:
         "data.features.bands=8",
         "data.corrupt={labels: {rate: 0.5, clients: 0.5}}",
         "data.corrupt={noise: {snr_db: 0, clients: 0.5}}",
+        "data.corrupt={canaries: {clips: 10, clients: 0.5}}",
         "data.partition.shards=2",
     ],
 )

@@ -72,11 +72,18 @@ class LabelErrorSettings(_ClientsSettings):
     )
 
 
+class CanarySettings(_ClientsSettings):
+    """Training clips with a wrong label, half of them left out by fair coins, for ``raydfl audit``."""
+
+    clips: int = Field(ge=10, description="Number of canary clips, drawn from all training clips of the clients.")
+
+
 class CorruptSettings(Settings):
     """Corruption of the training data. Validation and test data stay clean."""
 
     noise: NoiseSettings | None = Field(None, description="Background noise. null: none.")
     labels: LabelErrorSettings | None = Field(None, description="Wrong labels. null: none.")
+    canaries: CanarySettings | None = Field(None, description="Canary clips, to audit the run. null: none.")
 
 
 def corrupt(

@@ -5,6 +5,7 @@ Start reading with model.py and recordings.py; fused.py handles models of severa
 pretrained encoders and adapters. listening.py reads a microphone.
 """
 
+from raydfl.runs.inference.canary_clips import ClipAudit, audit_clips
 from raydfl.runs.inference.encoder import export_encoder
 from raydfl.runs.inference.fused import classify, predict_fused
 from raydfl.runs.inference.listening import listen
@@ -17,11 +18,13 @@ from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.inference.threshold import Threshold
 
 __all__ = [
+    "ClipAudit",
     "Membership",
     "Prediction",
     "RunFusion",
     "RunModel",
     "Threshold",
+    "audit_clips",
     "classify",
     "compare_losses",
     "export_encoder",

@@ -41,8 +41,8 @@ class Membership:
 def measure_membership(run_dir: str | Path, trust: bool = False) -> Membership:
     """Measure how well the loss of a run's shared model separates training clips from held-out clips.
 
-    Training clips are those of all clients except simulated attackers. Held-out clips are the server's test clips and the clients'
-    validation and test clips.
+    Training clips are those of all clients except simulated attackers, without canary clips. Held-out clips are the server's test
+    clips and the clients' validation and test clips.
 
     Args:
         run_dir: Run folder.
@@ -63,10 +63,16 @@ def measure_membership(run_dir: str | Path, trust: bool = False) -> Membership:
     population = Population.load(run.run_dir / "population").use(run.config.data)
     clients = range(len(population))
     attacks = [False] * len(clients) if attack is None else attack.attackers(population.ids, run.config.run.seed, 0)
-    data = [population.data(number) for number in clients if not attacks[number]]
-    members = _compute_losses(model, [client.train.cut_for_test() for client in data])
+    honest = [number for number in clients if not attacks[number]]
+    data = [population.data(number) for number in honest]
+    canaries = [population.read_canaries(number).clips for number in honest]
+    trained = [
+        client.train.take(np.flatnonzero(~np.isin(client.train.clips, clips)))
+        for client, clips in zip(data, canaries, strict=True)
+    ]
+    members = compute_losses(model, [examples.cut_for_test() for examples in trained])
     held_out = [examples for client in data for examples in (client.validation, client.test)]
-    others = _compute_losses(model, [population.test, *held_out])
+    others = compute_losses(model, [population.test, *held_out])
     if not len(members) or not len(others):
         kind = "held-out" if len(members) else "training"
         raise InputError(
@@ -89,8 +95,16 @@ def compare_losses(members: np.ndarray, others: np.ndarray) -> Membership:
     return Membership(auc, *auc_interval(auc, len(members), len(others)), len(members), len(others))
 
 
-def _compute_losses(model: RunModel, sets: Sequence[Examples]) -> np.ndarray:
-    """Compute the mean cross-entropy of each clip's examples: float64 [clips]."""
+def compute_losses(model: RunModel, sets: Sequence[Examples]) -> np.ndarray:
+    """Compute the mean cross-entropy of each clip's examples.
+
+    Args:
+        model: Trained model.
+        sets: Examples with the labels to score.
+
+    Returns:
+        float64 [clips]: the clips of each set in ascending order.
+    """
     losses = [np.zeros(0)]
     for examples in sets:
         if not len(examples):
