@@ -45,7 +45,7 @@ STUDIES = ROOT / "benchmarks" / "studies"
 RESULTS = ROOT / "benchmarks" / "results"
 _COLUMNS = 100
 """Characters in a line of a code block on the site."""
-_MAIN_NOTES = re.compile(r"^(Headline|A conclusion needs|Did not learn, so not ranked: (?!untrained\.))|unfinished")
+_MAIN_NOTES = re.compile(r"^Did not learn, so not ranked: (?!untrained\.)|unfinished")
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
@@ -58,8 +58,8 @@ def read_results(study_file: str) -> StudyResults:
 
 
 def format_block(study_file: str, results: StudyResults) -> str:
-    """Format the text of a page about a study: plan, tables, main notes, figure and command."""
-    study, settings = results.study, results.study.settings
+    """Format the text of a page about a study: plan, tables, main notes and figures."""
+    settings = results.study.settings
     controls = make_controls_table(results)
     name = Path(study_file).stem
     parts = [
@@ -69,20 +69,20 @@ def format_block(study_file: str, results: StudyResults) -> str:
         format_markdown(controls) if controls[1] else "",
         "\n".join(f"- {note}" for note in describe_results(results) if _MAIN_NOTES.search(note)),
         "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
-        f"[Settings, budgets and values by seed](../benchmarks/results/{name}.md). {format_repetition(results)}",
-        f"<!-- test: skip: trains for long -->\n```bash\n{make_command(study_file, study)}\n```",
+        f"[Protocol, budgets, values by seed, command](../benchmarks/results/{name}.md).",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def format_details(results: StudyResults) -> str:
-    """Format the file with all notes of a study, its values by seed and its budgets."""
+def format_details(study_file: str, results: StudyResults) -> str:
+    """Format the file with all notes of a study, its values by seed, its budgets, and the command that repeats a cell."""
     headings, lines = make_full_table(results)
     summary = make_summary_table(results)
     places = [place for place, name in enumerate(headings) if name not in summary[0] or name in results.study.axes]
     table = [headings[place] for place in places], [[line[place] for place in places] for line in lines]
     notes = "\n".join(f"- {note}" for note in describe_results(results))
-    return f"# {results.study.settings.title}\n\n{notes}\n\n{format_markdown(table)}\n"
+    command = f"{format_repetition(results)}\n\n```bash\n{make_command(study_file, results.study)}\n```"
+    return f"# {results.study.settings.title}\n\n{notes}\n\n{format_markdown(table)}\n\n{command}\n"
 
 
 def format_repetition(results: StudyResults) -> str:
@@ -191,7 +191,7 @@ def update(page: Path, check: bool) -> bool:
     before = text = page.read_text(encoding="utf-8")
     results = {match["study"]: read_results(match["study"]) for match in _BLOCK.finditer(text)}
     blocks = {study_file: format_block(study_file, found) for study_file, found in results.items()}
-    details = {RESULTS / f"{Path(file).stem}.md": format_details(found) for file, found in results.items()}
+    details = {RESULTS / f"{Path(file).stem}.md": format_details(file, found) for file, found in results.items()}
     if _LIST.search(text):
         text_of_list = format_list()
         text = _LIST.sub(lambda match: f"{match[1]}{text_of_list}{match[2]}", text)
