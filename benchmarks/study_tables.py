@@ -152,15 +152,15 @@ def format_conclusions() -> str:
                 link = f"[{path.stem}](../benchmarks/studies/{path.name})"
                 lines.append(
                     [
-                        link,
                         f"{labels} minus {control}",
-                        unit,
                         str(contestant.difference),
-                        contestant.n,
                         contestant.conclusion,
+                        unit,
+                        contestant.n,
+                        link,
                     ]
                 )
-    return format_markdown((["study", "comparison", "score", "difference", "n", "conclusion"], lines)) + "\n"
+    return format_markdown((["comparison", "difference", "conclusion", "score", "n", "study"], lines)) + "\n"
 
 
 def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
