@@ -182,7 +182,7 @@ def audit_command(
         measured = None if membership is None else dataclasses.asdict(membership)
         canaries = {} if audit is None else audit.to_dict()
         canary_clips = {} if clips is None else {"canary_clips": clips.to_dict()}
-        promise = None if stored is None else promised
+        promise = promised if math.isfinite(promised) else None  # JSON has no infinity
         values = {"promised": promise, "violated": violated, **canaries, **canary_clips, "membership": measured}
         print(json.dumps(values))  # noqa: T201
     else:

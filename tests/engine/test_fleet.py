@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import pickle
 from collections.abc import Sequence, Set
@@ -11,7 +12,20 @@ import numpy as np
 import pytest
 
 from raydfl.core.types import Task
-from raydfl.engine.fleet import LOST, STALE, UNUSED, Capacity, Fleet, Start, Starter, Step, advance
+from raydfl.engine.fleet import (
+    LATE,
+    LOST,
+    STALE,
+    UNUSED,
+    Capacity,
+    Fleet,
+    Flight,
+    InFlight,
+    Start,
+    Starter,
+    Step,
+    advance,
+)
 from raydfl.engine.hours import Hours, parse_spans
 
 Spans = Sequence[tuple[int, int]]
@@ -293,3 +307,20 @@ def test_land_keeps_the_time_and_the_number_of_starts() -> None:
     fleet = run_queue([1.0, 2.0, 3.0], Capacity(1, 3), 2)[-1].fleet
     assert fleet.flights
     assert fleet.land() == Fleet(fleet.seconds, fleet.started)
+
+
+def test_clients_in_flight_are_read_as_written_and_from_commits_without_a_deadline() -> None:
+    """Earlier versions stored whether a client was lost, and no number of batches."""
+    starts = [Start(3, Task("c"), 2.0, LATE, 5), Start(4, Task("d"), 1.0)]
+    flights = tuple(Flight(7.0 + number, number, 1, start) for number, start in enumerate(starts))
+    in_flight = InFlight(Fleet(6.0, 2, flights))
+    stored = json.loads(json.dumps(in_flight.dump()))
+    assert InFlight.load(stored, {}) == in_flight
+    earlier = {
+        **stored,
+        "flights": [
+            [*flight[:5], lost, flight[6]] for flight, lost in zip(stored["flights"], (True, False), strict=True)
+        ],
+    }
+    loaded = [flight.start for flight in InFlight.load(earlier, {}).fleet.flights]
+    assert [(start.lost, start.most_batches) for start in loaded] == [(LOST, None), ("", None)]

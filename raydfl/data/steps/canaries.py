@@ -48,7 +48,7 @@ def add_canaries(tables: Assignment, settings: CanarySettings | None, seed: int)
     if len(candidates) < settings.clips:
         raise DataError(
             f"data.corrupt.canaries: {settings.clips} canaries are too many. The clients have {len(candidates)} labelled training "
-            f"clips, except one that each keeps. Lower clips, or raise clients"
+            f"clips for them, besides one for each client. Lower clips, or raise clients"
         )
     chosen = np.sort(candidates[: settings.clips])
     label[chosen] = (label[chosen] + rng.integers(1, classes, len(chosen))) % classes

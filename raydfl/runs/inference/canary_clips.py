@@ -93,8 +93,8 @@ def audit_clips(run_dir: str | Path, trust: bool = False) -> ClipAudit:
         model = run.load_shared(None)
     except InputError as error:
         raise InputError(
-            "the audit scores canary clips with one global model, which this run does not have. Train it with such a method, for "
-            "example fedavg, and without train.groups"
+            "canary clips need one global model, but this run has none. Train a new run with a method that has one, "
+            "such as fedavg, and without train.groups"
         ) from error
     population = Population.load(folder / "population").use(run.config.data)
     scores, included, owners = [], [], []
@@ -109,7 +109,7 @@ def audit_clips(run_dir: str | Path, trust: bool = False) -> ClipAudit:
     coins = np.concatenate(included)
     fresh = seeds.generator(run.config.run.seed, 0, "", "audit canary coins").integers(2, size=len(coins)).astype(bool)
     found, control = (guess_coins(np.concatenate(scores), of_canaries, delta) for of_canaries in (coins, fresh))
-    largest = max(_bound(len(coins), guesses, guesses, delta) for guesses in count_guesses(len(coins)))
+    largest = max(_compute_bound(len(coins), guesses, guesses, delta) for guesses in count_guesses(len(coins)))
     return ClipAudit(len(coins), int(coins.sum()), delta, found, control, largest, tuple(owners))
 
 
@@ -126,7 +126,7 @@ def guess_coins(scores: np.ndarray, included: np.ndarray, delta: float) -> Guess
     for guesses in count_guesses(len(scores)):
         low, high = order[: guesses // 2], order[len(order) - guesses // 2 :]
         correct = int((~included[low]).sum() + included[high].sum())
-        results.append(Guesses(guesses, correct, _bound(len(scores), guesses, correct, delta)))
+        results.append(Guesses(guesses, correct, _compute_bound(len(scores), guesses, correct, delta)))
     return max(results, key=lambda result: result.lower_bound)
 
 
@@ -135,7 +135,7 @@ def count_guesses(canaries: int) -> Sequence[int]:
     return [2 * int(share * canaries / 2) for share in _SHARES]
 
 
-def _bound(canaries: int, guesses: int, correct: int, delta: float) -> float:
+def _compute_bound(canaries: int, guesses: int, correct: int, delta: float) -> float:
     return compute_lower_bound(canaries, guesses, correct, delta, _ERROR / len(_SHARES))
 
 
