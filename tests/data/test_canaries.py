@@ -83,7 +83,10 @@ def test_a_saved_population_has_the_same_canaries(tiny: Tiny, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("data.corrupt.canaries={clips: 10, clients: [s1]}", "10 canaries are too many. The clients have 9 labelled"),
+        (
+            "data.corrupt.canaries={clips: 10, clients: [s1]}",
+            "10 canaries are too many. Each client keeps one labelled training clip, and 9 others",
+        ),
         ("data.corrupt.canaries={clips: 10, clients: 7}", "data.corrupt.canaries: 7 clients are to be with canaries"),
         ("data.classes=1", "data.corrupt.canaries needs at least 2 classes"),
     ],

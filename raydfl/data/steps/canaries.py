@@ -47,8 +47,8 @@ def add_canaries(tables: Assignment, settings: CanarySettings | None, seed: int)
     candidates = rows[np.delete(shuffled, kept)]
     if len(candidates) < settings.clips:
         raise DataError(
-            f"data.corrupt.canaries: {settings.clips} canaries are too many. The clients have {len(candidates)} labelled training "
-            f"clips for them, besides one for each client. Lower clips, or raise clients"
+            f"data.corrupt.canaries: {settings.clips} canaries are too many. Each client keeps one labelled training clip, and "
+            f"{len(candidates)} others remain. Lower clips, or raise clients"
         )
     chosen = np.sort(candidates[: settings.clips])
     label[chosen] = (label[chosen] + rng.integers(1, classes, len(chosen))) % classes
