@@ -34,6 +34,7 @@ SMALLEST = {
     "blocks": "--clients 20 --actors 3 --blocks 4 --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
     "export": "{run} {fsdd}/recordings/0_anna_0.wav",
+    "fleet": "--root {fsdd} --clients 12 --only synchronous --seeds 1 --out {runs}/fleet --page {runs}/fleet.md",
     "isolation": "--clips 4 --seconds 0.1 --repeats 1",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
     "methods": "--root {fsdd} --works crnn_lite --rounds 1",
