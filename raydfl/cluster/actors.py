@@ -17,16 +17,28 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from raydfl.cluster.client import ClientActor
+from raydfl.cluster.early_work import EarlyWork
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out, unwrap_error
 from raydfl.cluster.held_blocks import HeldBlocks
 from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.nodes import SuitableNodes
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
-from raydfl.cluster.scheduling import Backlog, Lane, schedule
+from raydfl.cluster.scheduling import AHEAD, Backlog, Lane, schedule
 from raydfl.cluster.use import UseMeter
 from raydfl.core.errors import RaydflError, ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, keys_of, split_groups, split_pieces
+from raydfl.engine import (
+    SERVER,
+    EarlyOrders,
+    Order,
+    RaySettings,
+    Reply,
+    Worker,
+    add_spans,
+    keys_of,
+    split_groups,
+    split_pieces,
+)
 
 logger = logging.getLogger(__name__)
 _LOOK = 5.0
@@ -79,6 +91,8 @@ class _Call:
     """Time of the call (time.perf_counter)."""
     cost: float
     """Cost of the orders; 0 for a pass over updates that the actor has."""
+    references: Mapping[str, Any]
+    """Object references to the tensors of the call, by key."""
 
 
 class ActorPool:
@@ -135,6 +149,8 @@ class ActorPool:
         self._backlog, self._alone = Backlog(), Backlog()
         """Costs of the waiting groups: groups that may share a call, and groups that need a call of their own."""
         self._held = HeldBlocks()
+        self.early = EarlyWork()
+        """Orders of later server steps (``train.fleet``)."""
         self._calls: dict[Any, _Call] = {}
         """Running calls by the reference to their reply."""
         self._losses: Counter[int] = Counter()
@@ -286,15 +302,23 @@ class ActorPool:
 
     # -- orders
 
-    def start(self, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
+    def start(
+        self, orders: Sequence[Order], references: Mapping[str, Any], early: EarlyOrders | None = None
+    ) -> list[Reply]:
         """Replace all orders by new orders, and send the first.
 
         Args:
             orders: New orders. Unfinished earlier orders are dropped.
             references: Object references to the server's tensors, by key.
+            early: Orders to begin if actors have no other work.
+
+        Returns:
+            Replies to orders that were carried out early.
         """
+        orders, ready = self.early.start(orders, early)
         self._references = references
-        self._calls, self._losses, self._again = {}, Counter(), Counter()
+        self._calls = {reference: call for reference, call in self._calls.items() if call.orders[0].early}
+        self._losses, self._again = Counter(), Counter()
         # Clients of a block with an actor each send their own updates, and the server adds them.
         split = split_groups if self._settings.actors == "per_client" else split_pieces
         self._waiting = {piece[0].position: piece for piece in split(orders)}
@@ -306,6 +330,7 @@ class ActorPool:
         if self._patience.deadline is not None:
             self._backlog, self._alone = self._alone, self._backlog
         self.hand_out()
+        return ready
 
     def _queue(self, group: list[Order]) -> None:
         """Queue a group or a block of orders."""
@@ -318,8 +343,8 @@ class ActorPool:
 
     @property
     def busy(self) -> bool:
-        """True while orders are waiting or running."""
-        return bool(self._waiting or self._calls)
+        """True while orders of the step are waiting or running."""
+        return bool(self._waiting or self.early.awaited) or len(self._calls) > len(self.early.running)
 
     def list_pending(self) -> list[Any]:
         """Return the object references of running calls and of starting actors."""
@@ -343,8 +368,12 @@ class ActorPool:
                 if not slot.starting:
                     self._call(key, slot, self._waiting.pop(position), _sum_costs(group))
             return
+        if self._backlog or self._alone:
+            self._hand_out_waiting()
         if not (self._backlog or self._alone):
-            return
+            self._hand_out_early()
+
+    def _hand_out_waiting(self) -> None:
         training = next(iter(self._waiting.values()))[0].measure is None
         get_pace = functools.cache(lambda kind: self._get_pace(kind, training))
         lanes = [
@@ -357,12 +386,19 @@ class ActorPool:
             orders = [order for group in groups for order in group]
             self._call(key, self._slots[key], orders, _sum_costs(orders))
 
+    def _hand_out_early(self) -> None:
+        """Send early orders to actors with less than the usual number of calls."""
+        for load in range(AHEAD):
+            for key, slot in self._slots.items():
+                if slot.load == load and not slot.starting and (order := self.early.take()) is not None:
+                    self._call(key, slot, [order], order.cost)
+
     def _call(self, key: Any, slot: _Slot, orders: list[Order], cost: float) -> None:
-        receive = sorted(keys_of(orders))
+        references = {name: self._references[name] for name in sorted(keys_of(orders))}
         sent = time.perf_counter()
-        reference: Any = slot.actor.carry_out.remote(orders, receive, *[self._references[name] for name in receive])
-        self._calls[reference] = _Call(orders, key, slot, sent, cost)
-        self._meter.send(slot.node, receive)
+        reference: Any = slot.actor.carry_out.remote(orders, [*references], *references.values())
+        self._calls[reference] = _Call(orders, key, slot, sent, cost, references)
+        self._meter.send(slot.node, [*references])
         slot.load, slot.work = slot.load + 1, slot.work + cost
         training = orders[0].measure is None
         slot.free_at = max(slot.free_at, time.monotonic()) + cost * self._get_pace(slot.kind, training)
@@ -389,13 +425,18 @@ class ActorPool:
         except LOST as error:
             return self._requeue(call, error)
         except RayTaskError as error:
+            if call.orders[0].early and not self.early.forget(call.orders[0]):
+                return []  # The client's own step repeats the work, and raises the error.
             raise unwrap_error(error) from error
         self._meter.receive(slot.node, sum(reply.seconds for reply in replies), sum(map(_count_bytes, replies)))
         self._update_pace(call, replies)
+        number, now = self._numbers[call.key], time.perf_counter()
+        if call.orders[0].early:
+            return self.early.keep(call.orders[0], *add_spans(replies, number, call.sent, now))
         self._note_results(replies)
         for order in call.orders:
             self._held.keep(order, call.key, slot)
-        return add_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+        return add_spans(replies, number, call.sent, now, self._again)
 
     def _note_results(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
@@ -408,15 +449,18 @@ class ActorPool:
         Raises:
             ResourcesError: An order was lost too often, and ``run.on_error`` is not ``drop``.
         """
-        self._again.update(order.position for order in call.orders)
+        orders = call.orders
+        if orders[0].early:
+            orders, self._references = self.early.forget(orders[0]), {**self._references, **call.references}
+        self._again.update(order.position for order in orders)
         if self._slots.get(call.key) is call.slot:  # Otherwise an earlier lost call of this actor has replaced it.
             self._replace(call.key)
         if self._replace_node(call.slot.node, error):
-            for group in split_pieces(call.orders):  # No client caused the loss of the node.
+            for group in split_pieces(orders):  # No client caused the loss of the node.
                 self._queue(group)
             return []
         left_out: list[Reply] = []
-        for group in split_pieces(call.orders):
+        for group in split_pieces(orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
             if times <= self._patience.max_losses(self._settings.retries):

@@ -20,7 +20,7 @@ from raydfl.cluster.resources import ActorKind, format_free_resources, format_ki
 from raydfl.cluster.use import NodeUse, UseMeter, name_node_types
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import Order, RaySettings, Reply, Worker, keys_of
+from raydfl.engine import EarlyOrders, Order, RaySettings, Reply, Worker, keys_of
 
 _LOOK = 5.0
 """Maximum seconds between two checks of starting actors."""
@@ -37,6 +37,11 @@ class RayPool:
     """
 
     concurrent = True
+
+    @property
+    def early(self) -> int:
+        """Number of running early orders."""
+        return sum(len(pool.early.running) for pool in self._pools.values())
 
     def __init__(
         self,
@@ -164,18 +169,30 @@ class RayPool:
         for place, pool in self._pools.items():
             pool.close(None if place else idle)
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+    def run(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], early: EarlyOrders | None = None
+    ) -> Iterator[Reply]:
         """Send the first orders, and return an iterator over replies in order of completion.
+
+        Args:
+            orders: Orders of a round or of an evaluation.
+            broadcast: Server's tensors by key, also those of early orders.
+            early: Orders to begin if actors have no other work. They must have the place of the first pool.
 
         The iterator raises:
             ClientError: A method's code failed.
             ResourcesError: An order's actor was lost more often than ``ray.retries``, or actors cannot be started.
         """
-        references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(orders))}
+        new = [order for order in (*orders, *(early.orders if early else ())) if not self._has_begun(order)]
+        references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(new))}
         self._meter.begin_round({key: broadcast[key].vector.nbytes for key in references})
+        ready: list[Reply] = []
         for place, pool in self._pools.items():
-            pool.start([order for order in orders if order.place == place], references)
-        return self._replies()
+            ready += pool.start([order for order in orders if order.place == place], references, early)
+        return itertools.chain(ready, self._replies())
+
+    def _has_begun(self, order: Order) -> bool:
+        return any(pool.early.has_begun(order) for pool in self._pools.values())
 
     def _replies(self) -> Iterator[Reply]:
         pools = self._pools.values()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from raydfl.core.errors import InputError, RunDirectoryError, translate_failures
 from raydfl.core.files import make_private_folder, writing
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import Order, Pool, Reply, Worker
+from raydfl.engine import EarlyOrders, Order, Pool, Reply, Worker
 
 HEADS = "site_heads.jsonl"
 """File in the run's folder with the heads of the sites' records."""
@@ -208,9 +208,12 @@ class HeadKeeper:
         self._pool = pool
         self._path = run_dir / HEADS
         self.concurrent = pool.concurrent
+        self.early = 0
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Run the orders in the pool."""
+    def run(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], early: EarlyOrders | None = None
+    ) -> Iterator[Reply]:
+        """Run the orders in the pool. Runs with sites have no early orders."""
         return self._keep_heads(self._pool.run(orders, broadcast), orders)
 
     def _keep_heads(self, replies: Iterator[Reply], orders: Sequence[Order]) -> Iterator[Reply]:

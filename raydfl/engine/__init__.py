@@ -25,7 +25,7 @@ from raydfl.engine.forecast import Forecast, forecast_steps
 from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, split_pieces
 from raydfl.engine.overrides import apply_overrides, apply_values
-from raydfl.engine.pool import Pool, SerialPool
+from raydfl.engine.pool import EarlyOrders, Pool, SerialPool
 from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
 from raydfl.engine.privacy_audit import audit_model
 from raydfl.engine.probe import try_models
@@ -48,6 +48,7 @@ __all__ = [
     "Clients",
     "Config",
     "Criterion",
+    "EarlyOrders",
     "Federation",
     "Forecast",
     "Leader",

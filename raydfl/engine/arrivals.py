@@ -197,17 +197,17 @@ class Arrivals:
             steps = {client: f"{done} steps until train.deadline" for client, done in report.cut.items()}
             rows.add_notes("train", "late", steps)
 
-    def record_work(self, rows: RoundRows, actors: int, start: float, index_of: Callable[[str], int]) -> None:
+    def record_work(self, rows: RoundRows, actors: int | None, start: float, index_of: Callable[[str], int]) -> None:
         """Record the actors' use of time in the round's training, with a timeline of clients.
 
         Args:
             rows: Rows of the round, extended in place.
-            actors: Number of actors.
+            actors: Number of actors; ``None``: they also carry out orders of later rounds, so the times of one round are unknown.
             start: Start of the round, in seconds of ``time.perf_counter``.
             index_of: Function from a client's id to its index in the population.
         """
         report, timer = self._report, self._timer
-        work = timer.work(actors)
+        work = {} if actors is None else timer.work(actors)
         report.work.update(work)
         report.retried = sum(timer.retried.values())
         rows.add({**{f"seconds/{use}": ratio for use, ratio in work.items()}, "retried": Ratio(report.retried, 1)})

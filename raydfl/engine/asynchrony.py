@@ -17,11 +17,11 @@ import numpy as np
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import Client, Ratio, State, Task, Tensors, Update
+from raydfl.core.types import Client, Ratio, State, Task, Update
 from raydfl.engine.assembly import format_value
 from raydfl.engine.clients import Available, Clients
 from raydfl.engine.config import Config
-from raydfl.engine.fleet import LATE, LOST, Capacity, InFlight, Start, Step, advance
+from raydfl.engine.fleet import LATE, LOST, Capacity, InFlight, Start, Step, Versions, advance
 from raydfl.engine.hours import Hours
 from raydfl.engine.messages import count_received_bytes
 from raydfl.engine.orders import Order, check_tasks
@@ -120,6 +120,10 @@ class StepPlanner:
                 f"seconds. Raise train.deadline, or set train.late=partial"
             )
         raise ConfigError(f"train.fleet: the method planned no client for round {version + 1}. Correct its plan()")
+
+    def get_buffer(self, phase: str) -> int:
+        """Return the number of arrivals in a server step of a phase."""
+        return self._capacities[phase].buffer
 
     def _find_taken(self, now: float, unavailable: Set[int]) -> tuple[np.ndarray | None, np.ndarray]:
         """Return the ends of the clients' hours, if any, and the sorted indices of unavailable clients."""
@@ -284,7 +288,7 @@ def rebase_updates(
     staleness: Mapping[str, int],
     settings: FleetSettings,
     state: State,
-    versions: Mapping[int, Mapping[str, Tensors]],
+    versions: Versions,
     changes: tuple[str, ...],
 ) -> Iterator[Update]:
     """Apply the work of stale clients to the current state: value <- current + s (value - base), s = (1 + staleness)^-power.

@@ -23,7 +23,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
 from raydfl.engine.example_privacy import PrivateExamples, read_steps
-from raydfl.engine.fleet import NOBODY
+from raydfl.engine.fleet import NOBODY, Versions
 from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
@@ -50,7 +50,7 @@ from raydfl.engine.orders import (
 )
 from raydfl.engine.passes import select_updates
 from raydfl.engine.planning import RoundPlanner
-from raydfl.engine.pool import Pool, ask_everywhere
+from raydfl.engine.pool import EARLY, EarlyOrders, Pool, ask_everywhere
 from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.rule_memory import check_rule_memory
@@ -86,6 +86,7 @@ class Federation:
         self.config = config
         self.store = store
         self.pool = pool
+        self._sites = any(population.places)
         self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
         run_dir = store.folder if run_dir is None else run_dir
@@ -212,9 +213,29 @@ class Federation:
         current = Round.from_checkpoint(self.checkpoint)
         current.orders, step = self._planner.plan(self.checkpoint)
         current.use_step(step)
-        current.replies = self._send(current.orders)
+        early = self._plan_early(current)
+        if early is None:
+            current.replies = self._send(current.orders)
+        else:
+            current.early = True
+            versions = (self.checkpoint.in_flight.versions, current.in_flight.versions)
+            tensors = self.broadcast(keys_of([*current.orders, *early.orders]), versions)
+            current.replies = self.pool.run(current.orders, tensors, early)
         current.mark("dispatched")
         return current
+
+    def _plan_early(self, current: Round) -> EarlyOrders | None:
+        """Plan orders of clients in flight, for workers without other work in the round; ``None``: none may begin early."""
+        before, number = self.checkpoint, current.report.round
+        if current.step is None or not self.pool.concurrent or self._sites:
+            return None
+        if self.config.components.attack is not None:  # It chooses its clients in the round of their arrival.
+            return None
+        ends = number >= self.config.train.rounds or before.phases.find(number) != before.state.phase
+        # A compaction waits until no client reads private state.
+        if ends or self._committer.select_sparse(before.private) is not None:
+            return None
+        return self._planner.plan_early(before, current.step, EARLY * self.pool.count_workers())
 
     def _send(self, orders: Sequence[Order], means: Mapping[str, FlatTensors] | None = None) -> Iterator[Reply]:
         """Send orders to the pool, with the means of a pass, and return its replies, in order of completion."""
@@ -371,11 +392,17 @@ class Federation:
     def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...]) -> list[Order]:
         return self._planner.make_orders(self.checkpoint, tasks, measure)
 
-    def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
-        """Return entries of the server's state and of earlier states, with flat tensors, to send to clients."""
+    def broadcast(self, keys: set[str], versions: Sequence[Versions] | None = None) -> dict[str, FlatTensors]:
+        """Return entries of the server's state and of earlier states, with flat tensors, to send to clients.
+
+        Args:
+            keys: Keys in the broadcast.
+            versions: Earlier states; ``None``: those of the checkpoint.
+        """
         tensors = {
             name_version(key, version): group
-            for version, entries in self.checkpoint.in_flight.versions.items()
+            for states in versions or (self.checkpoint.in_flight.versions,)
+            for version, entries in states.items()
             for key, group in entries.items()
         }
         tensors |= self.state.tensors

@@ -68,13 +68,16 @@ class Fleet:
         return dataclasses.replace(self, flights=())
 
 
+Versions = Mapping[int, Mapping[str, Tensors]]
+"""Tensors of earlier states by number of completed rounds and key of the server's state."""
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Clients in flight after a server step, with the earlier states that they train."""
 
     fleet: Fleet = Fleet()
-    versions: Mapping[int, Mapping[str, Tensors]] = field(default_factory=dict)
-    """Tensors by number of completed rounds and key of the server's state."""
+    versions: Versions = field(default_factory=dict)
 
     def advance(self, fleet: Fleet, state: State) -> InFlight:
         """Return the clients in flight after a step.
@@ -115,7 +118,7 @@ class InFlight:
         return {"seconds": self.fleet.seconds, "started": self.fleet.started, "flights": flights}
 
     @classmethod
-    def load(cls, values: Mapping[str, Any], versions: Mapping[int, Mapping[str, Tensors]]) -> InFlight:
+    def load(cls, values: Mapping[str, Any], versions: Versions) -> InFlight:
         """Create the clients in flight from the values of :meth:`dump` and the tensors of the versions."""
         flights = tuple(
             Flight(arrival, number, version, Start(client, _load_task(task), seconds, _load_lost(lost), *most_batches))

@@ -282,7 +282,8 @@ class Recorder:
         if len(checkpoint.phases.names) > 1:
             rows.add({"phase": Ratio(checkpoint.phases.number(report.phase), 1)})
         rows.extend(done.measured)
-        arrivals.record_work(rows, self._pool.count_workers(), done.times["started"], self._clients.index_of)
+        actors = None if done.early else self._pool.count_workers()
+        arrivals.record_work(rows, actors, done.times["started"], self._clients.index_of)
         # A commit runs during the next round, so its time is known one round later.
         now = done.times.get("next started") or time.perf_counter()
         commit, waited = self._committer.take_seconds()
@@ -313,7 +314,8 @@ class Compaction:
 
     def before_commit(self, checkpoint: Checkpoint) -> Checkpoint:
         """Move the records of sparse segments into a new one."""
-        sparse = None if self._ahead.begun is not None else self._committer.select_sparse(checkpoint.private)
+        working = self._ahead.begun is not None or self._pool.early
+        sparse = None if working else self._committer.select_sparse(checkpoint.private)
         if sparse is None:
             return checkpoint
         by_place: dict[str, dict[int, PrivateRef]] = {}

@@ -104,6 +104,10 @@ class Order(Message):
     """Server steps between the start of the client and this step (``train.fleet``)."""
     most_batches: int | None = None
     """Batches in each call of ``fit`` until ``train.deadline`` in virtual time (``train.fleet``). ``None``: all batches."""
+    start: int = -1
+    """Number of the client's start in the run (``train.fleet``); -1: synchronous training, or an evaluation."""
+    early: bool = False
+    """Whether the order is carried out before the server step of its arrival (``train.fleet``)."""
 
     @property
     def version(self) -> int:

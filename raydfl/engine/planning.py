@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.example_privacy import PrivateExamples
 from raydfl.engine.fleet import Flight, Step
 from raydfl.engine.orders import Measurement, Order, assign_groups, check_take_part, check_tasks
+from raydfl.engine.pool import EarlyOrders
 from raydfl.engine.privacy import PrivateRun
 from raydfl.engine.rounds import Checkpoint
 from raydfl.engine.storage.store import RunStore
@@ -88,6 +90,28 @@ class RoundPlanner:
         if self._private is not None:
             self._private.check_plan(len(tasks), cohort, self._config.method["name"])
         return self.make_orders(checkpoint, tasks, None), None
+
+    def plan_early(self, checkpoint: Checkpoint, step: Step, most: int) -> EarlyOrders | None:
+        """Plan orders of clients in flight after a step of asynchronous training, as if they arrived in the next step.
+
+        Args:
+            checkpoint: Checkpoint before the step.
+            step: The step.
+            most: Largest number of orders.
+
+        Returns:
+            ``None`` if an order cannot be carried out before its step: batched training needs all clients of a step.
+        """
+        if self._steps is None or (self._store.together > 1 and self._steps.get_buffer(checkpoint.state.phase) > 1):
+            return None
+        flights = [flight for flight in step.fleet.flights if not flight.start.lost][:most]
+        later = dataclasses.replace(checkpoint.state, round_index=checkpoint.state.round_index + 1)
+        by_client = {flight.start.task.client_id: flight for flight in flights}
+        tasks = [flight.start.task for flight in flights]
+        orders = self.make_orders(dataclasses.replace(checkpoint, state=later), tasks, None, by_client)
+        by_start = {order.start: dataclasses.replace(order, early=True) for order in orders}
+        starts = frozenset(flight.number for flight in step.fleet.flights)
+        return EarlyOrders([by_start[flight.number] for flight in flights], starts)
 
     def _draw_tasks(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Draw the tasks of a cohort by the method."""
@@ -173,6 +197,7 @@ class RoundPlanner:
                 key=None if examples is None else examples.derive_key(versions[position], task.client_id, task.phase),
                 staleness=state.round_index - versions[position],
                 most_batches=None if flight is None else flight.start.most_batches,
+                start=-1 if flight is None else flight.number,
             )
             for position, ((index, task), flight) in enumerate(zip(placed, arrived, strict=True))
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from raydfl.core.tensors import FlatTensors
@@ -12,6 +13,21 @@ from raydfl.engine.telemetry import add_spans
 from raydfl.engine.worker import Worker
 
 T = TypeVar("T")
+EARLY = 2
+"""Early orders for each worker: one that it carries out, and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOrders:
+    """Orders of clients in flight (``train.fleet``), for workers without other work.
+
+    Their replies are kept for the server step of their arrival. There, an order with the same ``start`` is not carried out again.
+    """
+
+    orders: Sequence[Order]
+    """The next arrivals, by virtual time. They may have begun."""
+    starts: frozenset[int]
+    """Numbers of all clients in flight. The early work of other starts is dropped."""
 
 
 class Pool(Protocol):
@@ -20,8 +36,21 @@ class Pool(Protocol):
     concurrent: bool
     """Whether workers run while the caller continues."""
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Yield the replies to all orders, in order of completion. Work may begin before the first iteration."""
+    @property
+    def early(self) -> int:
+        """Number of running early orders."""
+        ...
+
+    def run(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], early: EarlyOrders | None = None
+    ) -> Iterator[Reply]:
+        """Yield the replies to all orders, in order of completion. Work may begin before the first iteration.
+
+        Args:
+            orders: Orders of a round or of an evaluation.
+            broadcast: Server's tensors by key, also those of early orders.
+            early: Orders to begin if workers have no other work. A pool without concurrent workers ignores them.
+        """
         ...
 
     def count_workers(self) -> int:
@@ -50,11 +79,14 @@ class SerialPool:
     """Pool in this process, with a worker for each site, for tests, debuggers and small work. Preserves the order."""
 
     concurrent = False
+    early = 0
 
     def __init__(self, *workers: Worker) -> None:
         self.workers = {worker.place: worker for worker in workers}
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+    def run(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], early: EarlyOrders | None = None
+    ) -> Iterator[Reply]:
         """Carry out groups or blocks of orders sequentially, each at the iteration that needs its replies."""
         for piece in split_pieces(orders):
             start = time.perf_counter()

@@ -62,6 +62,8 @@ class Round:
     """Server step of asynchronous training; ``None``: the training is synchronous, without virtual time."""
     in_flight: InFlight = NOBODY
     """Clients in flight after the step."""
+    early: bool = False
+    """Whether workers also carry out orders of later steps."""
     read_ahead: bool = False
     """Whether clients may begin the next round before this round is recorded."""
     arrivals: Arrivals | None = None

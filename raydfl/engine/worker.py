@@ -382,7 +382,11 @@ class Worker:
         private = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
         private.update({KEPT_STATE + n: t for n, t in step.state.items()})
         private.update({KEPT_MOMENTS + n: t for n, t in step.moments.items()})
-        return self.private.append(order.round_index + 1, private) if private else None
+        return (
+            self.private.append(order.round_index + 1, private, order.start if order.early else None)
+            if private
+            else None
+        )
 
     def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -18,6 +19,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Task
 from raydfl.data.shards import Shard
 from raydfl.engine.orders import SERVER, Measurement, Order
+from raydfl.engine.pool import EarlyOrders
 from raydfl.engine.settings import RaySettings
 
 
@@ -379,3 +381,23 @@ def test_retries_of_a_dropped_client_are_reported(cluster: FakeCluster) -> None:
     (result,) = carry_out(pool, [10.0])
     assert result.rejected.startswith("lost: its actor was lost 2 times")
     assert result.retried == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_actors_without_other_work_begin_orders_of_later_steps(cluster: FakeCluster, lost: bool) -> None:
+    """40 server steps need one client each, and 4 further clients are in flight. 2 actors halve the time of 40 s."""
+    cluster.join("a", 2)
+    pool = open_pool(cluster, actors=2)
+    began = cluster.now
+    if lost:  # while the actor carries out an early order
+        cluster.at(began + 4.5, lambda: cluster.actors[-1].end(cluster.now))
+    flights = [Order(3, Task(f"c{start}"), 0, 1.0, start=start, early=True) for start in range(40)]
+    for step, flight in enumerate(flights):
+        order = dataclasses.replace(flight, position=0, early=False)
+        early = EarlyOrders(flights[step + 1 : step + 5], frozenset(range(step + 1, 40)))
+        (reply,) = pool.run([order], {"global": EMPTY}, early)
+        assert (reply.position, reply.client_id) == (0, f"c{step}")
+    assert cluster.now - began <= (25 if lost else 20)
+    assert sum(len(actor.done) for actor in cluster.actors) == 40 + 2 * lost
+    assert len(carry_out(pool, [1.0] * 4)) == 4
+    pool.close()

@@ -10,13 +10,15 @@ from unittest import mock
 import pytest
 from helpers import known
 
+from raydfl.cluster.early_work import EarlyWork
 from raydfl.cluster.server import Server
 from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import Task
 from raydfl.engine.config import Config
 from raydfl.engine.fleet import Step
 from raydfl.engine.orders import Order, Reply
 from raydfl.engine.planning import RoundPlanner
-from raydfl.engine.pool import SerialPool
+from raydfl.engine.pool import EarlyOrders, SerialPool
 from raydfl.engine.rounds import Checkpoint
 from raydfl.engine.worker import Worker
 from raydfl.testing import assert_same_bits, read_tensors, start_server
@@ -39,8 +41,27 @@ class ConcurrentPool(SerialPool):
         return iter(list(super().run(orders, broadcast)))
 
 
-def start_concurrent_server(config: Config) -> tuple[Server, ConcurrentPool]:
-    with mock.patch("raydfl.cluster.sites.SerialPool", ConcurrentPool):
+class EarlyPool(ConcurrentPool):
+    """A pool that carries out early orders before all others, and keeps their replies."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.work = EarlyWork()
+        self.used = 0
+
+    def run(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], early: EarlyOrders | None = None
+    ) -> Iterator[Reply]:
+        rest, ready = self.work.start(orders, early)
+        self.used += len(ready)
+        while (order := self.work.take()) is not None:
+            (reply,) = super().run([order], broadcast)
+            assert not self.work.keep(order, reply)
+        return iter([*ready, *(super().run(rest, broadcast) if rest else ())])
+
+
+def start_concurrent_server(config: Config, pool: type[SerialPool] = ConcurrentPool) -> tuple[Server, ConcurrentPool]:
+    with mock.patch("raydfl.cluster.sites.SerialPool", pool):
         server = start_server(config)
     return server, cast(ConcurrentPool, server._pool)
 
@@ -120,3 +141,43 @@ def test_a_failing_plan_fails_only_its_own_round(tiny: Tiny, monkeypatch: pytest
     with pytest.raises(ValueError, match="no plan"):
         server.rounds(1, 3, 0.0)
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", ("train.fleet.buffer=2", "train.together=1", "train.batch_size=4", "train.deadline=14")),
+        ("scaffold", ("train.fleet.buffer=1", "evaluate.every=3", "run.commit_every=2")),
+        (
+            "fedmlac",
+            ("train.fleet.buffer=1", "train.together=2", "train.fleet.stale={most: 3}", "train.fleet.lost=0.1"),
+        ),
+        ("modality_mirror", ("train.fleet={buffer: 1, mix: model}", "train.phases.multimodal.rounds=5")),
+    ],
+)
+def test_early_work_of_clients_in_flight_keeps_the_bits(tiny: Tiny, method: str, settings: Sequence[str]) -> None:
+    """The cases cover private state, deadlines, lost and stale clients, and phases."""
+    fleet = ("train.fleet.concurrency=5", "train.fleet.seconds.spread=1.5")
+    settings = ("data.speakers=8", "train.rounds=10", *settings, *fleet)
+    config = tiny(*settings, method=method)
+    server, pool = start_concurrent_server(config, EarlyPool)
+    while server.round_index < config.train.rounds:
+        server.rounds(server.round_index, 0)
+    server.finish()
+    server.close()
+    assert cast(EarlyPool, pool).used >= 5
+    assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
+
+
+def test_early_work_of_stale_clients_is_dropped() -> None:
+    """Start 3 becomes stale, so that no step awaits it. Start 4 fails early, and is carried out in its own step."""
+    work = EarlyWork()
+    orders = [Order(0, Task("a"), 1, 1.0, start=3, early=True), Order(1, Task("b"), 1, 1.0, start=4, early=True)]
+    assert work.start([], EarlyOrders(orders, frozenset({3, 4}))) == ([], [])
+    assert [work.take(), work.take(), work.take()] == [*orders, None]
+    assert work.keep(orders[0], Reply(0, "a")) == []
+    assert work.forget(orders[1]) == []
+    assert work.start([], EarlyOrders(orders[1:], frozenset({4}))) == ([], [])
+    assert work.take() is None
+    own = [Order(5, Task("a"), 2, 1.0, start=3), Order(6, Task("b"), 2, 1.0, start=4)]
+    assert work.start(own, None) == (own, [])

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from raydfl.core.errors import ClientError, ResourcesError
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order
+from raydfl.engine.orders import Order, Reply
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs._run import OnRound, resume, run
@@ -60,6 +60,7 @@ ASYNCHRONOUS = (
         ("scaffold", BLOCKS),
         ("scaffold", ASYNCHRONOUS),
         ("fedavg", (*ASYNCHRONOUS, "train.together=4")),
+        ("fedmlac", (*ASYNCHRONOUS, "train.fleet.buffer=1", "train.rounds=16", "evaluate.every=5")),
     ],
 )
 def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(
@@ -93,12 +94,12 @@ def test_actors_lost_before_each_pass_train_their_blocks_again(tiny: Tiny, monke
     killed = []
     start = ActorPool.start
 
-    def kill_and_start(pool: ActorPool, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
+    def kill_and_start(pool: ActorPool, orders: Sequence[Order], *more: Any) -> list[Reply]:
         if orders[0].repeats:
             key, slot = next(iter(pool._held.holders.values()))
             os.kill(ray.get(slot.actor.process_id.remote()), signal.SIGKILL)
             killed.append(key)
-        start(pool, orders, references)
+        return start(pool, orders, *more)
 
     reference = known(tiny(*PRUNING, "train.rounds=1", method="fedmlac"))
     config = tiny(*PRUNING, "train.rounds=1", "run.name=lost", "ray.actors=2", method="fedmlac")

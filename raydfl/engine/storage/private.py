@@ -202,13 +202,19 @@ class PrivateStore:
         self._segment = ""
         self._file: IO[bytes] | None = None
 
-    def append(self, round_index: int, tensors: Mapping[str, Tensor]) -> PrivateRef:
+    def append(self, round_index: int, tensors: Mapping[str, Tensor], start: int | None = None) -> PrivateRef:
         """Append one client's tensors. Call :meth:`close` before another process reads them.
+
+        Args:
+            round_index: Completed rounds after the work.
+            tensors: Private tensors by name.
+            start: Number of the client's start, for a segment of its own (:attr:`Order.early`). Nothing refers to the record until
+                the client arrives, so a common segment could be removed before. ``None``: the segment of the round.
 
         Raises:
             ResourcesError: The disk is full.
         """
-        segment = f"{round_index:06d}-{self._writer}.seg"
+        segment = f"{round_index:06d}-{self._writer}{'' if start is None else f'-{start}'}.seg"
         return self._write(segment, parts_of_safetensors(tensors))
 
     def _write(self, segment: str, parts: Iterable[bytes | memoryview]) -> PrivateRef:
