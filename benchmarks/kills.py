@@ -263,7 +263,13 @@ def run_undisturbed(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
-def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path, store: str = "folder") -> Iterator[Kill]:
+def campaign(
+    methods: Mapping[str, Sequence[str]],
+    seed: int,
+    folder: Path,
+    store: str = "folder",
+    settings: Sequence[str] = (),
+) -> Iterator[Kill]:
     """Kill runs of these methods by their plans. Yield the rows of each run after its comparison.
 
     Args:
@@ -271,12 +277,13 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path, stor
         seed: of the moments, and of the actor or node.
         folder: for the runs.
         store: of the runs: a key of :data:`PLANS`.
+        settings: of all runs, such as ``train.fleet.buffer=1``.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "raydfl.runs._run"])
     hidden = folder / "own"
     hidden.mkdir()
-    overrides = ["ray.actors=2", "ray.ready_timeout=600"]
+    overrides = [*settings, "ray.actors=2", "ray.ready_timeout=600"]
     with contextlib.ExitStack() as opened:
         if store == "bucket":
             bucket = opened.enter_context(contextlib.closing(Bucket()))
@@ -285,7 +292,9 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path, stor
         opened.callback(machines.close)
         for number, (method, plan) in enumerate(methods.items()):
             every = (1, 3)[number % 2]
-            reference = run_undisturbed(make_tiny_config(method, folder, f"{method}-undisturbed", "ray.actors=0"))
+            reference = run_undisturbed(
+                make_tiny_config(method, folder, f"{method}-undisturbed", "ray.actors=0", *settings)
+            )
             config = make_tiny_config(method, folder, f"{method}-killed", *overrides, f"run.commit_every={every}")
             kills = run_disturbed(machines, config, plan, np.random.default_rng([seed, number]))
             run = below(str(config.run.dir), str(config.run.name))
@@ -323,13 +332,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=registry.names("raydfl.methods"))
     parser.add_argument("--store", choices=sorted(PLANS), default="folder", help="where the runs are (default: folder)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as train.fleet.buffer=1")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     given = parser.parse_args()
     if os.environ.get("RAY_AUTH_MODE") != "token":
         sys.exit(_run_with_token())
     kills: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="rk") as folder:
-        for kill in campaign(dict.fromkeys(given.methods, PLANS[given.store]), given.seed, Path(folder), given.store):
+        plans = dict.fromkeys(given.methods, PLANS[given.store])
+        for kill in campaign(plans, given.seed, Path(folder), given.store, given.set):
             kills.append(kill)
             print(table([kill]).splitlines()[-1], flush=True)
             if given.out is not None:

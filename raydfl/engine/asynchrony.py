@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
-from raydfl.core.tensors import FlatTensors
+from raydfl.core.tensors import FlatTensors, Layout, flatten
 from raydfl.core.types import Client, Ratio, State, Task, Update
 from raydfl.engine.assembly import format_value
 from raydfl.engine.clients import Available, Clients
@@ -304,22 +305,37 @@ def rebase_updates(
         versions: Tensors of earlier states by number of completed rounds and key.
         changes: ``Method.changes``. Such tensors have no base and are only scaled.
     """
+    flat = functools.cache(_flatten(state))
+
+    @functools.cache
+    def gather(key: str, version: int | None, layout: Layout) -> np.ndarray:
+        """Return the tensors of a layout in the current state, or as far as they exist in an earlier one."""
+        now = flat(key) if key in state.tensors else _EMPTY
+        earlier = now if version is None else versions[version].get(key, now)
+        if isinstance(earlier, FlatTensors) and earlier.layout == layout:
+            return earlier.vector
+        names = [name for name in layout.names if not name.startswith(changes)]
+        known = {name: earlier[name] if name in earlier else now[name] for name in names}
+        shapes = zip(layout.names, layout.shapes, strict=True)
+        return flatten({name: known.get(name, torch.zeros(shape)) for name, shape in shapes})[1]
+
     for update in updates:
         stale = staleness[update.client_id]
         if not stale:
             yield update
             continue
         factor = (1 + stale) ** -settings.stale.power
-        current = state.tensors.get(update.key, {})
-        base = current if settings.mix == "model" else versions[state.round_index - stale].get(update.key, current)
-        values = {}
-        for name, value in update.tensors.items():
+        value = FlatTensors.from_tensors(update.tensors)
+        now = gather(update.key, None, value.layout)
+        base = now if settings.mix == "model" else gather(update.key, state.round_index - stale, value.layout)
+        vector = now + factor * (value.vector - base)
+        for name in value.layout.names:
             if name.startswith(changes):
-                values[name] = factor * value
-            else:
-                now = current[name]
-                values[name] = now + factor * (value - base.get(name, now))
-        yield replace(update, tensors=FlatTensors.from_tensors(values))
+                vector[value.layout.columns(name)] = factor * value.vector[value.layout.columns(name)]
+        yield replace(update, tensors=FlatTensors(value.layout, vector))
+
+
+_EMPTY = FlatTensors.from_tensors({})
 
 
 def record_step(rows: RoundRows, step: Step, staleness: Iterable[int], client_of: Callable[[int], str]) -> None:

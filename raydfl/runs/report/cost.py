@@ -152,7 +152,9 @@ def _draw_timelines(run: RunRecord) -> Iterator[Plot]:
     except (RaydflError, OSError):  # The run's data may be on another machine.
         names = []
     lanes = min(_LANES, 1 + int(max(rows[:, 1].max() for rows in timelines.values())))
-    width = max(float(rows[:, 3].max()) for rows in timelines.values()) or 1.0
+    # With train.fleet a client may work before the server step of its arrival.
+    first = min(0.0, *(float(rows[:, 2].min()) for rows in timelines.values()))
+    width = max(0.0, *(float(rows[:, 3].max()) for rows in timelines.values())) - first or 1.0
 
     def draw(*strips: Axes) -> None:
         for axes, (round_index, rows) in zip(strips, timelines.items(), strict=True):
@@ -167,7 +169,7 @@ def _draw_timelines(run: RunRecord) -> Iterator[Plot]:
                         name = names[client] if client < len(names) else f"client {client}"
                         name = _shorten(name, int(length / width * 80))
                         axes.text(begin + length / 2, lane, name, ha="center", va="center", fontsize=6, color="white")
-            axes.set_xlim(0, width * 1.01)
+            axes.set_xlim(first, first + width * 1.01)
             axes.set_ylim(lanes - 0.5, -0.5)
             axes.yaxis.set_major_locator(make_integer_locator(8))
             axes.grid(visible=False)
@@ -175,6 +177,7 @@ def _draw_timelines(run: RunRecord) -> Iterator[Plot]:
         strips[-1].set_xlabel("seconds since the start of the round")
 
     caption = "One lane per client actor, one bar per client's training. A client has the same colour in all rounds."
+    caption += " Bars before 0: work before the round." * (first < 0)
     height = 0.6 + len(timelines) * (0.45 + 0.22 * lanes)
     yield Plot("who worked when", caption, draw, height, len(timelines), label="actor")
 
