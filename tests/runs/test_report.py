@@ -691,6 +691,17 @@ def test_ticks_of_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) ->
     assert list_ticks(actors.axes[0].yaxis) == list(range(len(rounds)))
 
 
+def test_the_timeline_shows_work_before_the_round(tmp_path: Path) -> None:
+    """With train.fleet a client may work before the server step of its arrival."""
+    for number in (1, 2):
+        work = np.array([[0.0, 0.0, -3.0, -1.0]])
+        write_rows(rows_path(tmp_path, number), [server_row(number, TIMELINE, np.nan, work)])
+    axes = draw_figures(read_run(tmp_path))["who worked when"].axes[0]
+    low, high = axes.get_xlim()
+    assert low == -3
+    assert 0 <= high < 0.1
+
+
 def list_ticks(axis: Axis) -> list[float]:
     low, high = sorted(axis.get_view_interval())
     return [tick for tick in axis.get_majorticklocs().tolist() if low <= tick <= high]
