@@ -350,6 +350,10 @@ class ActorPool:
         """Return the object references of running calls and of starting actors."""
         return [*self._calls, *self._starting]
 
+    def list_keys(self) -> list[str]:
+        """Return the keys of the server's tensors in running calls with early orders, which are sent again after a loss."""
+        return [key for call in self._calls.values() if call.orders[0].early for key in call.references]
+
     @property
     def due(self) -> float:
         """Earliest time limit of a running call (time.monotonic)."""

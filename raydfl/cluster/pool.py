@@ -185,7 +185,8 @@ class RayPool:
         """
         new = [order for order in (*orders, *(early.orders if early else ())) if not self._has_begun(order)]
         references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(new))}
-        self._meter.begin_round({key: broadcast[key].vector.nbytes for key in references})
+        sizes = {key: broadcast[key].vector.nbytes for key in references}
+        self._meter.begin_round(sizes, {key for pool in self._pools.values() for key in pool.list_keys()})
         ready: list[Reply] = []
         for place, pool in self._pools.items():
             ready += pool.start([order for order in orders if order.place == place], references, early)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -33,13 +33,15 @@ class UseMeter:
         self._sizes: Mapping[str, int] = {}
         self._sent: set[tuple[str, str]] = set()
 
-    def begin_round(self, sizes: Mapping[str, int]) -> None:
+    def begin_round(self, sizes: Mapping[str, int], keep: Iterable[str] = ()) -> None:
         """Start a round with new tensors.
 
         Args:
             sizes: Bytes of the server's tensors by key.
+            keep: Keys of earlier rounds that may be sent again.
         """
-        self._sizes, self._sent = sizes, set()
+        self._sizes = {key: self._sizes[key] for key in keep} | dict(sizes)
+        self._sent = set()
 
     def join(self, node: str) -> None:
         """Note that an actor has started on a node."""

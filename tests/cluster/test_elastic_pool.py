@@ -18,7 +18,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Task
 from raydfl.data.shards import Shard
-from raydfl.engine.orders import SERVER, Measurement, Order
+from raydfl.engine.orders import SERVER, Measurement, Order, name_version
 from raydfl.engine.pool import EarlyOrders
 from raydfl.engine.settings import RaySettings
 
@@ -383,21 +383,27 @@ def test_retries_of_a_dropped_client_are_reported(cluster: FakeCluster) -> None:
     assert result.retried == 1
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_actors_without_other_work_begin_orders_of_later_steps(cluster: FakeCluster, lost: bool) -> None:
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_actors_without_other_work_begin_orders_of_later_steps(cluster: FakeCluster, lost: int | None) -> None:
     """40 server steps need one client each, and 4 further clients are in flight. 2 actors halve the time of 40 s."""
     cluster.join("a", 2)
     pool = open_pool(cluster, actors=2)
     began = cluster.now
-    if lost:  # while the actor carries out an early order
-        cluster.at(began + 4.5, lambda: cluster.actors[-1].end(cluster.now))
-    flights = [Order(3, Task(f"c{start}"), 0, 1.0, start=start, early=True) for start in range(40)]
-    for step, flight in enumerate(flights):
-        order = dataclasses.replace(flight, position=0, early=False)
-        early = EarlyOrders(flights[step + 1 : step + 5], frozenset(range(step + 1, 40)))
-        (reply,) = pool.run([order], {"global": EMPTY}, early)
+    if lost is not None:  # while the actor carries out an early order: the current step needs that of one of the actors
+        cluster.at(began + 4.5, lambda: cluster.actors[lost].end(cluster.now))
+    states = {"global": EMPTY} | {name_version("global", version): EMPTY for version in range(40)}
+
+    def order(start: int, step: int, early: bool) -> Order:
+        """Make the order of the client that starts four steps before its arrival."""
+        age = step - max(0, start - 4)
+        return Order(3 * early, Task(f"c{start}"), step, 1.0, staleness=age, start=start, early=early)
+
+    for step in range(40):
+        following = [order(start, step + 1, early=True) for start in range(step + 1, min(step + 5, 40))]
+        early = EarlyOrders(following, frozenset(range(step + 1, 40)))
+        (reply,) = pool.run([order(step, step, early=False)], states, early)
         assert (reply.position, reply.client_id) == (0, f"c{step}")
-    assert cluster.now - began <= (25 if lost else 20)
-    assert sum(len(actor.done) for actor in cluster.actors) == 40 + 2 * lost
+    assert cluster.now - began <= (20 if lost is None else 25)
+    assert sum(len(actor.done) for actor in cluster.actors) == 40 + 2 * (lost is not None)
     assert len(carry_out(pool, [1.0] * 4)) == 4
     pool.close()
