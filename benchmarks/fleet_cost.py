@@ -30,11 +30,6 @@ from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
 SPREAD = {"start": 5, "example": 0.25, "spread": 1.0}
-CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
-    "without train.fleet": {},
-    "synchronous": {"train.fleet": {"buffer": 12, "seconds": SPREAD}},
-    "48 clients in flight": {"train.fleet": {"buffer": 12, "concurrency": 48, "seconds": SPREAD}},
-}
 WARM_UP = 5
 """Uncounted steps of each contestant."""
 
@@ -45,6 +40,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="the Free Spoken Digit Dataset")
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of each contestant")
     parser.add_argument("--actors", type=int, nargs="*", default=[1, 2], help="numbers of client actors to keep busy")
+    parser.add_argument("--in-flight", type=int, default=48, help="clients in flight of the asynchronous contestant")
     parser.add_argument("--events", type=int, default=20_000, help="arrivals of the queue alone")
     given = parser.parse_args()
     for buffer in (1, 10, 100):
@@ -52,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="raydfl-fleet-") as name:
         folder = Path(name)
         base = configuration(fsdd(given.root), folder, "crnn_lite", 0).model_dump(mode="json")
-        compare_steps(base, folder, given.rounds)
+        compare_steps(base, folder, given.rounds, given.in_flight)
         for actors in given.actors:
             keep_busy(base, folder, actors, given.rounds)
 
@@ -80,10 +76,16 @@ def change(base: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, n
     return make_config(apply_values(dict(base), {**plain, **settings}))
 
 
-def compare_steps(base: Mapping[str, Any], folder: Path, rounds: int) -> None:
+def compare_steps(base: Mapping[str, Any], folder: Path, rounds: int, in_flight: int) -> None:
     """Print the processor time of a step and its ratio to a round without train.fleet, and the bytes of a commit."""
-    servers, times = {}, {name: list[float]() for name in CONTESTANTS}
-    for name, settings in CONTESTANTS.items():
+    fleet = {"buffer": 12, "seconds": SPREAD}
+    contestants: Mapping[str, Mapping[str, Any]] = {
+        "without train.fleet": {},
+        "synchronous": {"train.fleet": fleet},
+        f"{in_flight} clients in flight": {"train.fleet": {**fleet, "concurrency": in_flight}},
+    }
+    servers, times = {}, {name: list[float]() for name in contestants}
+    for name, settings in contestants.items():
         config = change(base, settings, folder, name.replace(" ", "-"))
         servers[name] = Server(create(config, Progress("quiet")), config)
     for number in range(WARM_UP + rounds):

@@ -30,11 +30,13 @@ ABSENT = {"flwr": "Flower", "pfl": "pfl-research", "blazefl": "BlazeFL", "fedjax
 ONE = "--rounds 1 --seeds 1"
 SMALLEST = {
     "anatomy": "--root {fsdd} --works crnn_lite --rounds 1",
+    "audits": "benchmarks/studies/privacy_silos.yaml --runs {runs} --out {runs}/audit.md",
     "augmentation": "--root {fsdd} --model crnn_lite --rounds 1",
     "blocks": "--clients 20 --actors 3 --blocks 4 --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
     "export": "{run} {fsdd}/recordings/0_anna_0.wav",
     "fleet": "--root {fsdd} --clients 12 --only synchronous --seeds 1 --out {runs}/fleet --page {runs}/fleet.md",
+    "fleet_cost": "--root {fsdd} --rounds 1 --in-flight 14 --actors --events 100",
     "isolation": "--clips 4 --seconds 0.1 --repeats 1",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
     "methods": "--root {fsdd} --works crnn_lite --rounds 1",
