@@ -303,5 +303,5 @@ def _count_server(tables: Assignment, role: str) -> str:
     labels = tables.codes("label")[tables.has_role(role)]
     if not len(labels):
         return "none"
-    kind = "classes" if tables.strata == "label" else "transcripts"
+    kind = "classes" if tables.strata == "label" else "labels"
     return f"{len(labels):,} clips of {len(np.unique(labels))} of the {len(tables.classes)} {kind}"

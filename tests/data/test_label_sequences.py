@@ -175,5 +175,5 @@ def test_data_info_lists_units_in_place_of_classes(tiny: Tiny) -> None:
     text = " ".join(" ".join(describe_data(config.data, config.run.seed)).split())
     assert "transcripts 7 different" in text
     assert "characters (4) ' ', 'a', 'b', 'c'" in text
-    assert "7 clips of 7 of the 7 transcripts" in text
+    assert "7 clips of 7 of the 7 labels" in text
     assert "classes" not in text

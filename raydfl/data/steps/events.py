@@ -205,18 +205,20 @@ def split_events(labels: Sequence[str]) -> tuple[list[str], np.ndarray]:
     clips = [parse_events(label) for label in labels]
     classes = natural_order(list({name for events in clips for _, _, name in events}))
     if not classes:
-        raise DataError(f"data.events: none of {len(labels):,} labels has an event. Check the list of events")
+        raise DataError("data.events: no clip has an event. Check the labels, or data.events.file")
     code = {name: number for number, name in enumerate(classes)}
     table = np.zeros((len(labels), max(map(len, clips)), 3))
     table[:, :, 2] = _NO_CLASS
     for row, events in zip(table, clips, strict=True):
-        row[: len(events)] = [(onset, offset, code[name]) for onset, offset, name in events]
+        for place, (onset, offset, name) in enumerate(events):
+            row[place] = onset, offset, code[name]
     return classes, table
 
 
 def contains_classes(events: np.ndarray, classes: int) -> np.ndarray:
     """Return the classes of each label, bool [labels, classes], from events float64 [labels, most events, 3]."""
-    return (events[:, :, 2, None] == np.arange(classes)).any(axis=1)
+    members: np.ndarray = (events[:, :, 2, None] == np.arange(classes)).any(axis=1)
+    return members
 
 
 def check_times(events: np.ndarray, seconds: np.ndarray, names: Sequence[str]) -> None:
