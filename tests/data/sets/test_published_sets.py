@@ -53,7 +53,7 @@ def build_dataset(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
 ROOTED = [
     *("ambient_contexts", "cifar10", "crema_d", "dcase2020_task2", "dcase2023_task2", "emnist", "emodb", "esc"),
     *("fashion_mnist", "folder", "fsd50k", "fsdd", "iemocap", "mimii", "mimii_dg", "mimii_due", "mnist", "ravdess"),
-    *("huggingface", "lhotse", "webdataset", "librispeech", "common_voice", "fsdd_strings"),
+    *("huggingface", "lhotse", "webdataset", "librispeech", "common_voice", "fsdd_strings", "soundscapes"),
     *("activitynet", "speech_commands", "svhn", "toyadmos", "ucf101", "urbansound8k", "voxforge"),
 ]
 
