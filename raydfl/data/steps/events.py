@@ -56,7 +56,7 @@ def label_events(manifest: pa.Table, settings: EventSettings) -> pa.Table:
     if settings.file is None:
         return manifest.filter(manifest.column("label").is_valid())
     names = manifest.column("clip").to_pylist()
-    events = _read_events(settings.file, _find_names(names))
+    events = read_events(settings.file, "data.events.file", _find_names(names))
     labels = [events.get(name) for name in names]
     column = pa.array([None if label is None else write_events(label) for label in labels], pa.string())
     manifest = manifest.set_column(manifest.column_names.index("label"), "label", column)
@@ -76,28 +76,31 @@ def _find_names(clips: Sequence[str]) -> Mapping[str, str]:
     return {short: clip for short, clip in zip(last, clips, strict=True) if counts[short] == 1} | {c: c for c in clips}
 
 
-def _read_events(path: Path, clips: Mapping[str, str]) -> dict[str, list[Event]]:
-    """Read the events of each clip.
+def read_events(path: Path, where: str, clips: Mapping[str, str] | None = None) -> dict[str, list[Event]]:
+    """Read the events of each clip from a list in DESED's format (:class:`EventSettings`).
 
     Args:
         path: the file.
-        clips: the clip of each name in the file.
+        where: start of messages.
+        clips: the clip of each name in the file. ``None``: any names.
+
+    Raises:
+        DataError: the file cannot be read, has no lines, or an invalid line.
     """
-    where = "data.events.file"
     with reading(f"{where}: {path}", "cannot be read as text"):
         lines = csv.DictReader(
             read_regular(path).decode("utf-8-sig").splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE
         )
-    columns = [_find_column(path, lines.fieldnames or [], names) for names in _COLUMNS]
+    columns = [_find_column(f"{where}: {path}", lines.fieldnames or [], names) for names in _COLUMNS]
     events: dict[str, list[Event]] = {}
     for number, line in enumerate(lines, start=2):
         place = f"{where}: line {number} of {path}"
         clip, onset, offset, label = ((line.get(column) or "").strip() if column else "" for column in columns)
-        if clip not in clips:
+        if clips is not None and clip not in clips:
             raise DataError(f"{place}: the clip {clip!r} is not on the list of clips. Correct or remove the line")
         if SEPARATOR in label or (not label and (onset or offset)):
             raise DataError(f"{place}: the label {label!r} is empty or has a {SEPARATOR}. Correct it")
-        known = events.setdefault(clips[clip], [])
+        known = events.setdefault(clip if clips is None else clips[clip], [])
         if onset or offset:
             known.append((_read_seconds(onset, place), _read_seconds(offset, place), label))
         else:
@@ -113,12 +116,12 @@ _COLUMNS = (("clip", "filename"), ("onset", None), ("offset", None), ("label", "
 """Names of each column. ``None``: the column may be missing."""
 
 
-def _find_column(path: Path, present: Sequence[str], names: Sequence[str | None]) -> str | None:
+def _find_column(place: str, present: Sequence[str], names: Sequence[str | None]) -> str | None:
     """Return the name of a column, or ``None`` if it is missing and not required."""
     found = next((name for name in names if name in present), None)
     if found is None and None not in names:
         raise DataError(
-            f"data.events.file: {path} has no column {' or '.join(map(str, names))}. Its columns, separated by tabs: "
+            f"{place} has no column {' or '.join(map(str, names))}. Its columns, separated by tabs: "
             f"{', '.join(present) or 'none'}. Name the columns clip, onset, offset and label in the first line"
         )
     return found
