@@ -2,7 +2,7 @@
 
 A soundscape has events of different classes over low-pass noise. An event is a section of a recording, with silence cut off at both
 ends. Times, sections, levels and noise are drawn by ``seed``. The folds divide the recordings: test soundscapes and training
-soundscapes have no recording in common. Clients share the recordings of the training folds, but each draws its own soundscapes.
+soundscapes have no recording in common. Clients share recordings, but each draws its own soundscapes.
 
     data:
       name: soundscapes
@@ -59,7 +59,8 @@ _VERSION = 1
 class Soundscapes(ESC):
     """Mixtures of environmental sounds with known times.
 
-    Groups are clients: ``client-0``, ``client-1`` ... Extra column: ``mix`` (recordings, sections, times and levels).
+    Groups are clients: ``client-0``, ``client-1`` ... For tests at the clients, set ``data.split: {test: null, client_test: {by:
+    split, values: [test]}}``. Extra column: ``mix`` (recordings, sections, times and levels).
     """
 
     card: ClassVar[Card] = Card(
@@ -75,7 +76,7 @@ class Soundscapes(ESC):
     ] = (4,)
     clients: Annotated[int, Field(ge=1, description="Number of clients.")] = 10
     clips: Annotated[int, Field(ge=1, description="Training soundscapes of each client.")] = 60
-    test_clips: Annotated[int, Field(ge=1, description="Test soundscapes.")] = 150
+    test_clips: Annotated[int, Field(ge=1, description="Test soundscapes of each client.")] = 15
     client_classes: Annotated[
         int | None,
         Field(ge=1, description="Number of classes in the soundscapes of a client, drawn by the seed. null: all."),
@@ -118,12 +119,13 @@ class Soundscapes(ESC):
                 f"{min(len(names), self.client_classes or len(names))}. Lower them"
             )
         bounds: dict[str, tuple[float, float]] = {}
-        rows = self._draw("test", names, recordings["test"], self.test_clips, "test", bounds)
+        rows = []
         for number in range(self.clients):
             group = f"client-{number}"
             count = self.client_classes or len(names)
             own = generator(self.seed, 0, group, "soundscape classes").choice(names, count, replace=False).tolist()
             rows += self._draw(group, own, recordings["train"], self.clips, "train", bounds)
+            rows += self._draw(group, own, recordings["test"], self.test_clips, "test", bounds)
         return make_manifest(rows, f"{self.card.title} in {self.root}")
 
     def _draw(
@@ -135,7 +137,7 @@ class Soundscapes(ESC):
         split: str,
         bounds: dict[str, tuple[float, float]],
     ) -> list[dict[str, Any]]:
-        """Draw the soundscapes of a client or of the test.
+        """Draw the training or test soundscapes of a client.
 
         Args:
             group: name of the client.
@@ -145,7 +147,7 @@ class Soundscapes(ESC):
             split: split of the soundscapes.
             bounds: start and end of the sound in each file, completed in place.
         """
-        random, rows = generator(self.seed, 0, group, "soundscapes"), []
+        random, rows = generator(self.seed, 0, group, f"{split} soundscapes"), []
         for number in range(count):
             mix, events = [], []
             chosen = random.choice(names, random.integers(self.polyphony[0], self.polyphony[1] + 1), replace=False)
@@ -162,7 +164,7 @@ class Soundscapes(ESC):
                 events.append((onset, round(onset + round(length, 3), 3), label))
             rows.append(
                 {
-                    "clip": f"{group}/{number}",
+                    "clip": f"{group}/{split}-{number}",
                     "path": None,
                     "label": write_events(events),
                     "group": group,

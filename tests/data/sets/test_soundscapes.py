@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def draw(root: Path) -> Callable[..., tuple[Soundscapes, list[dict[str, Any]]]]:
     def make(**options: Any) -> tuple[Soundscapes, list[dict[str, Any]]]:
-        small = {"test_folds": (2,), "clients": 2, "clips": 8, "test_clips": 6, "polyphony": (1, 3), "seconds": 5.0}
+        small = {"test_folds": (2,), "clients": 2, "clips": 8, "test_clips": 3, "polyphony": (1, 3), "seconds": 5.0}
         sounds = Soundscapes(**{"root": root, **small, **options})
         return sounds, sounds.manifest().to_pylist()
 
@@ -83,7 +83,8 @@ def test_test_and_training_share_no_recording(draw: Any) -> None:
         for split in ("train", "test")
     }
     assert folds == {"train": {"1"}, "test": {"2"}}
-    assert [row["group"] for row in rows] == ["test"] * 6 + ["client-0"] * 8 + ["client-1"] * 8
+    assert [row["group"] for row in rows] == ["client-0"] * 11 + ["client-1"] * 11
+    assert [row["split"] for row in rows] == (["train"] * 8 + ["test"] * 3) * 2
     assert {row["seconds"] for row in rows} == {5.0}
 
 
