@@ -69,7 +69,6 @@ class Assembler:
         """Clips with an unreadable file in a view of ``data.views``, with the reasons."""
         self.messages: list[str] = []
         """Messages about ``data.views``."""
-        self._frame_seconds: float = getattr(data.features, "frame_seconds", None) or 0.0
 
     def _group_clips(self) -> np.ndarray:
         """Return the normalisation group of each clip, int64 [rows of the manifest]. A group shares statistics."""
@@ -162,7 +161,7 @@ class Assembler:
             meanings,
             None if data.label_sets is None else data.label_sets.separator,
             data.label_sequences,
-            None if data.events is None else self._frame_seconds,
+            None if data.events is None else data.features.frame_seconds,
             [*skipped, *self.unread],
             [*messages, *self.messages],
         )
@@ -285,7 +284,7 @@ class Assembler:
         """
         if self.data.events is None:
             return
-        features, frame_seconds = self.data.features, self._frame_seconds
+        features, frame_seconds = self.data.features, self.data.features.frame_seconds or 0.0
         clips = np.unique(self.clip)
         seconds = self.stores[CLEAN].lengths[clips] * frame_seconds
         limits = [getattr(features, "seconds", None), features.frames and features.frames * frame_seconds]

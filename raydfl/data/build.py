@@ -161,7 +161,7 @@ def assign_clips(
         steps["split"] = steps["hold_out"] = lambda tables: tables  # the user's table has assigned the roles
     for name, step in steps.items():
         tables = step(tables)
-        by_class = data.label_sets is data.label_sequences is data.events is None
+        by_class = all(form is None for form in (data.label_sets, data.label_sequences, data.events))
         if name == "partition" and learnt and data.unseen == "stop" and by_class:
             check_classes(tables, listed, usable)
         if name == last:

@@ -135,7 +135,7 @@ class Part:
         }
         shards = None if self.shards is None else [dataclasses.astuple(shard) for shard in self.shards]
         names = ("labels", "pools", "columns", "separator", "skipped", "messages")
-        form = {} if self.transcripts is None else {"transcripts": self.transcripts.model_dump()}
+        form: dict[str, Any] = {} if self.transcripts is None else {"transcripts": self.transcripts.model_dump()}
         form |= {} if self.frame_seconds is None else {"frame_seconds": self.frame_seconds}
         return {"views": views, "shards": shards, **{name: getattr(self, name) for name in names}, **form}
 

@@ -307,7 +307,7 @@ class DataSettings(Settings):
                 raise ConfigError(
                     f"data.events: a label lists events with their times, so {place} is not supported. Remove either of them"
                 )
-        if getattr(self.features, "frame_seconds", None) is None:
+        if self.features.frame_seconds is None:
             raise ConfigError(
                 f"data.events needs frames at known times, but data.features.kind {self.features.kind} with these options has "
                 f"none. Choose the kind logmel (without trim_db), kaldi, speech_embedding or pretrained (without pooling)"

@@ -99,8 +99,8 @@ class Events(Objective):
         roles: Sequence[Literal["validation", "client_test", "test"]] = ("validation", "client_test", "test")
         if not population.has_clips or not population.stores:
             return ()
-        tests = [examples for role in roles for examples in population.read_role(role) if len(examples)]
-        if not tests or any(_find_timed(_list_events(examples)).any() for examples in tests):
+        tests = [_list_events(examples) for role in roles for examples in population.read_role(role) if len(examples)]
+        if not tests or any((np.isfinite(y[:, :, 0]) & (y[:, :, 2] >= 0)).any() for y in tests):
             return ()
         return ("no test clip has the times of an event, so psds1, psds2 and segment_f1 have no value",)
 
@@ -128,7 +128,7 @@ class Events(Objective):
 
     def answer_of_clip(self, outputs: Tensor) -> Tensor:
         """Return the outputs of a clip's only example, without padding: float64 [tokens, classes]."""
-        return outputs[0, outputs[0, :, 0] >= 0]
+        return outputs[0, outputs[0, :, 0] != _NO_TOKEN]
 
     def answer_of_examples(self, outputs: Tensor, examples: Examples, predictor: nn.Module) -> Tensor:
         """Join the outputs of a clip's segments, and filter them: float64 [tokens, classes].
@@ -154,17 +154,22 @@ class Events(Objective):
         self, answer: np.ndarray, classes: Sequence[str], predictor: nn.Module, frame_seconds: float
     ) -> list[Event]:
         """Return the intervals with a probability of at least the threshold, in the order of time."""
-        seconds = frame_seconds * _count_frames_per_token(predictor)
-        runs = zip(*(values.tolist() for values in find_detections(self.threshold <= answer.T)), strict=True)
-        return sorted((first * seconds, end * seconds, classes[label]) for label, first, end in runs)
+        found = self._find_intervals(answer, frame_seconds * _count_frames_per_token(predictor))
+        return sorted((onset, offset, classes[int(label)]) for onset, offset, label in found.tolist())
+
+    def _find_intervals(self, answer: np.ndarray, token_seconds: float) -> np.ndarray:
+        """Return the predicted events, float64 [events, 3]: onset and offset in seconds, and class."""
+        label, first, end = find_detections(self.threshold <= answer.T)
+        return np.stack([first * token_seconds, end * token_seconds, label], axis=1)
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
         """Compute ``loss``, ``segment_f1`` and the counts for ``psds1`` and ``psds2``."""
         outputs, network = self.answers_to(step, name, examples, batch_size).double(), step.models[name]
-        valid, y = outputs[:, :, 0] >= 0, torch.from_numpy(_list_events(examples))
+        valid, y = outputs[:, :, 0] != _NO_TOKEN, torch.from_numpy(_list_events(examples))
         losses = _compute_losses(outputs.logit(_SMALLEST), valid, y, _count_frames_per_token(network), True)
         seconds = examples.frame_seconds * _count_frames_per_token(network)
-        counts, right, wrong = 0.0, 0, 0
+        counts: list[np.ndarray] = []
+        right, wrong = 0, 0
         for clip in np.unique(examples.clips):
             rows = np.flatnonzero(examples.clips == clip)
             events = cast(np.ndarray, examples.events)[examples.labels[rows[0]]]
@@ -172,15 +177,13 @@ class Events(Objective):
             if np.isinf(events).any():
                 continue
             answer = self.answer_of_examples(outputs[torch.from_numpy(rows)], examples.take(rows), network).numpy()
-            counts = counts + count_detections(answer, seconds, events)
-            answered = np.array(
-                self.intervals(answer, range(answer.shape[1]), network, examples.frame_seconds)
-            ).reshape(-1, 3)
+            counts.append(count_detections(answer, seconds, events))
+            answered = self._find_intervals(answer, seconds)
             both, either = count_segments(events, answered, answer.shape[1])
             right, wrong = right + both, wrong + either - both
         metrics: dict[str, Any] = {"loss": Ratio(float(losses.sum()), len(losses))}
-        if isinstance(counts, np.ndarray):
-            metrics |= {"segment_f1": Ratio(2 * right, 2 * right + wrong), COUNTS: counts}
+        if counts:
+            metrics |= {"segment_f1": Ratio(2 * right, 2 * right + wrong), COUNTS: np.sum(counts, axis=0)}
         return metrics
 
 
@@ -204,12 +207,8 @@ def count_segments(truth: np.ndarray, answer: np.ndarray, classes: int) -> tuple
 def _list_events(examples: Examples) -> np.ndarray:
     """Return the events of each example, float32 [examples, most events, 3], with times in frames."""
     view = examples.first_view
-    return examples.targets(examples.labels, view.find_starts(view.window(np.arange(len(examples)))[0]))
-
-
-def _find_timed(y: np.ndarray) -> np.ndarray:
-    """Return a mask of the examples with the times of an event: bool [examples]."""
-    return (np.isfinite(y[:, :, 0]) & (y[:, :, 2] >= 0)).any(axis=1)
+    events: np.ndarray = examples.targets(examples.labels, view.find_starts(view.window(np.arange(len(examples)))[0]))
+    return events
 
 
 def _count_frames_per_token(network: nn.Module) -> int:

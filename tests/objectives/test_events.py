@@ -358,3 +358,17 @@ def test_a_test_without_times_gives_a_warning(tiny: Tiny) -> None:
         "no test clip has the times of an event, so psds1, psds2 and segment_f1 have no value"
     ]
     assert not objective.remarks(build_population(tiny(*BEEPS, "run.name=timed").data, 1))
+
+
+def test_a_diverged_network_has_no_finite_loss_and_no_answer(tiny: Tiny) -> None:
+    config = tiny(*BEEPS)
+    step, test = load_test(config)
+    for parameter in step.models["model"].parameters():
+        parameter.data.fill_(torch.nan)
+    objective = config.components.method.objective
+    metrics = summarise(objective.evaluate(step, "model", test, 64))
+    assert np.isnan(metrics["loss"].value)
+    assert metrics["psds1"].value == 0
+    clip = test.take(np.arange(1))
+    outputs = objective.answers_to(step, "model", clip, 1).double()
+    assert objective.answer_of_examples(outputs, clip, step.models["model"]).isnan().all()  # predict raises an error

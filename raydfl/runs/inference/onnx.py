@@ -206,7 +206,8 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
     for name in model.output_names:
         facts[name] = dict(_MEANINGS[model.objective.answers, name])
     if model.objective.answers == "intervals":
-        facts["probabilities"]["seconds_per_token"] = model.network.frames_per_token * model.view.features.frame_seconds
+        frames = getattr(model.network, "frames_per_token", 1)
+        facts["probabilities"]["seconds_per_token"] = frames * (model.view.features.frame_seconds or 0.0)
 
     def describe(value: Any) -> dict[str, Any]:
         tensor = value.type.tensor_type

@@ -296,8 +296,8 @@ class FrontEnd:
         offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
         store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
         zeros = np.zeros(len(starts), np.int64)  # recordings have no labels and no clip numbers
-        view, frame_seconds = Frames(store, starts, counts, length, pipeline), getattr(settings, "frame_seconds", None)
-        return Examples({FIRST_VIEW: view}, zeros, zeros, frame_seconds=frame_seconds or 0.0)
+        view = Frames(store, starts, counts, length, pipeline)
+        return Examples({FIRST_VIEW: view}, zeros, zeros, frame_seconds=settings.frame_seconds or 0.0)
 
 
 def answer(model: RunModel, logits: Tensor, examples: Examples | None = None) -> np.ndarray:
@@ -330,8 +330,7 @@ def write_transcript(model: RunModel, values: np.ndarray) -> str:
 
 def list_intervals(model: RunModel, values: np.ndarray) -> list[Event]:
     """Return the events in a recording from the objective's answer, float64 [tokens, classes]."""
-    frame_seconds = getattr(model.view.features, "frame_seconds", None)
-    return model.objective.intervals(values, model.classes, model.network, frame_seconds or 0.0)
+    return model.objective.intervals(values, model.classes, model.network, model.view.features.frame_seconds or 0.0)
 
 
 def attempt(function: Callable[[Argument], np.ndarray], argument: Argument, file: Path) -> np.ndarray | str:
