@@ -5,7 +5,8 @@
               of a clip without: binary cross-entropy of y(c), averaged over the classes
     y(c)      sum over t of p(t, c)^2 / sum over t of p(t, c)
 
-An event is active at a token if the centre of the token is between its onset and offset. y is linear softmax pooling: Y. Wang, J.
+Token k lasts from k s to (k + 1) s, where s is the time between two frames times the network's frames per token. An event is active
+at a token if the centre of the token is between its onset and offset. y is linear softmax pooling: Y. Wang, J.
 Li, F. Metze, A Comparison of Five Multiple Instance Learning Pooling Functions for Sound Event Detection with Weak Labeling, ICASSP
 2019. The loss of a batch is the mean over clips, so clips of any length have the same weight.
 

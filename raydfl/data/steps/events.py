@@ -40,10 +40,10 @@ class EventSettings(Settings):
 
     file: Path | None = Field(
         None,
-        description="Tab-separated list of events with a header line, in DESED's format: clip (or filename), onset and offset in "
-        "seconds, and label (or event_label). Lines without times are weak labels, and a line without a label is a clip without "
-        "events. Weak labels may also be a list of classes, separated by commas (event_labels). null: the labels of the data set "
-        "are events.",
+        description="Tab-separated list of events with a header line, in DESED's format: clip (or filename, with or without its "
+        "folders), onset and offset in seconds, and label (or event_label). Lines without times are weak labels, and a line without "
+        "a label is a clip without events. Weak labels may also be a list of classes, separated by commas (event_labels). null: the "
+        "labels of the data set are events.",
     )
 
 
@@ -97,7 +97,10 @@ def read_events(path: Path, where: str, clips: Mapping[str, str] | None = None) 
         place = f"{where}: line {number} of {path}"
         clip, onset, offset, label = ((line.get(column) or "").strip() if column else "" for column in columns)
         if clips is not None and clip not in clips:
-            raise DataError(f"{place}: the clip {clip!r} is not on the list of clips. Correct or remove the line")
+            raise DataError(
+                f"{place}: the clip {clip!r} is not on the list of clips, or several clips have this name. Give its name with its "
+                f"folders, or remove the line"
+            )
         if SEPARATOR in label or (not label and (onset or offset)):
             raise DataError(f"{place}: the label {label!r} is empty or has a {SEPARATOR}. Correct it")
         known = events.setdefault(clip if clips is None else clips[clip], [])
@@ -175,7 +178,7 @@ def write_events(events: Sequence[Event]) -> str:
 
 
 def _write(seconds: float) -> str:
-    return f"{seconds:.4f}".rstrip("0").rstrip(".")
+    return f"{seconds:.6f}".rstrip("0").rstrip(".")
 
 
 def parse_events(label: str) -> list[Event]:
