@@ -309,8 +309,8 @@ class DataSettings(Settings):
                 )
         if self.features.frame_seconds is None:
             raise ConfigError(
-                f"data.events needs frames at known times, but data.features.kind {self.features.kind} with these options has "
-                f"none. Choose the kind logmel (without trim_db), kaldi, speech_embedding or pretrained (without pooling)"
+                f"data.events needs frames at known times, but data.features.kind {self.features.kind} with these options does "
+                f"not give them. Choose the kind logmel (without trim_db), kaldi, speech_embedding or pretrained (without pooling)"
             )
 
     def _check_parts(self) -> None:

@@ -40,9 +40,9 @@ class EventSettings(Settings):
 
     file: Path | None = Field(
         None,
-        description="Tab-separated list of events with a header line, in DESED's format: clip (or filename, with or without its "
-        "folders), onset and offset in seconds, and label (or event_label). Lines without times are weak labels, and a line without "
-        "a label is a clip without events. Weak labels may also be a list of classes, separated by commas (event_labels). null: the "
+        description="Tab-separated list of events with a header line, in DESED's format: clip (or filename, with or without "
+        "folders), onset and offset in seconds, and label (or event_label). Lines without times are weak labels. A line without a "
+        "label is a clip without events. Weak labels may also be a list of classes, separated by commas (event_labels). null: the "
         "labels of the data set are events.",
     )
 
@@ -136,7 +136,7 @@ def _read_seconds(text: str, place: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise DataError(f"{place}: {text!r} is no time. Give onset and offset in seconds from the start of the clip")
+        raise DataError(f"{place}: {text!r} is not a time. Give onset and offset in seconds from the start of the clip")
     return seconds
 
 
@@ -149,10 +149,10 @@ def _check_events(events: Sequence[Event], place: str) -> None:
     for onset, offset, label in events:
         if not onset < offset:
             raise DataError(
-                f"{place}: event {label!r} from {onset:g} s to {offset:g} s does not end after it begins. Correct its times"
+                f"{place}: event {label!r} from {onset:g} s to {offset:g} s has no length. Its offset must be after its onset"
             )
     if len({math.isinf(onset) for onset, _, _ in events}) > 1:
-        raise DataError(f"{place}: some events have times, others have none. Give all of them, or none")
+        raise DataError(f"{place}: only some events have times. Give the times of all events, or of no event")
     for before, after in _pair_events(events):
         if after[0] < before[1]:
             times = f"{before[0]:g} s to {before[1]:g} s" if math.isfinite(before[1]) else "without times"
