@@ -298,6 +298,7 @@ def test_the_export_equals_predict(tiny: Tiny) -> None:
     facts = exported.description["onnx"]["outputs"]["probabilities"]
     assert facts["seconds_per_token"] == pytest.approx(0.02)
     assert facts["shape"][2] == 3
+    assert exported.description["has_class_from"] == 0.5
     model, x, lengths = load_model(folder), torch.randn(2, 90, 16), torch.tensor([90, 71])
     x[1, 71:] = 0
     session = onnxruntime.InferenceSession(exported.path)
