@@ -6,13 +6,16 @@
     y(c)      sum over t of p(t, c)^2 / sum over t of p(t, c)
 
 Token k lasts from k s to (k + 1) s, where s is the time between two frames times the network's frames per token. An event is active
-at a token if the centre of the token is between its onset and offset. y is linear softmax pooling: Y. Wang, J.
-Li, F. Metze, A Comparison of Five Multiple Instance Learning Pooling Functions for Sound Event Detection with Weak Labeling, ICASSP
-2019. The loss of a batch is the mean over clips, so clips of any length have the same weight.
+at a token if the centre of the token is between its onset and offset. The loss of a batch is the mean over clips, so clips of any
+length have the same weight. y is linear softmax pooling:
+
+Y. Wang, J. Li, F. Metze, A Comparison of Five Multiple Instance Learning Pooling Functions for Sound Event Detection with Weak
+Labeling, ICASSP 2019.
 
 Predicted events are the intervals with a probability of at least ``threshold``. Segments of a clip are joined first: probabilities
 of the same time are averaged. ``psds1`` and ``psds2`` are scores over all thresholds (:mod:`raydfl.core.psds`). ``segment_f1`` is
 F1 over all classes and segments of 1 s, which are active if any part is. Test clips without times count in the ``loss`` only.
+Events in a part of a clip without features (``seconds``, ``random_crop``) count as missed.
 """
 
 from __future__ import annotations
@@ -169,7 +172,7 @@ class Events(Objective):
         valid, y = outputs[:, :, 0] != _NO_TOKEN, torch.from_numpy(_list_events(examples))
         losses = _compute_losses(outputs.logit(_SMALLEST), valid, y, _count_frames_per_token(network), True)
         seconds = examples.frame_seconds * _count_frames_per_token(network)
-        counts: list[np.ndarray] = []
+        counts: np.ndarray | None = None
         right, wrong = 0, 0
         for clip in np.unique(examples.clips):
             rows = np.flatnonzero(examples.clips == clip)
@@ -178,13 +181,14 @@ class Events(Objective):
             if np.isinf(events).any():
                 continue
             answer = self.answer_of_examples(outputs[torch.from_numpy(rows)], examples.take(rows), network).numpy()
-            counts.append(count_detections(answer, seconds, events))
+            own = count_detections(answer, seconds, events)
+            counts = own if counts is None else counts + own
             answered = self._find_intervals(answer, seconds)
             both, either = count_segments(events, answered, answer.shape[1])
             right, wrong = right + both, wrong + either - both
         metrics: dict[str, Any] = {"loss": Ratio(float(losses.sum()), len(losses))}
-        if counts:
-            metrics |= {"segment_f1": Ratio(2 * right, 2 * right + wrong), COUNTS: np.sum(counts, axis=0)}
+        if counts is not None:
+            metrics |= {"segment_f1": Ratio(2 * right, 2 * right + wrong), COUNTS: counts}
         return metrics
 
 

@@ -223,7 +223,9 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
 
 
 def _describe(model: RunModel, content: bytes, file: str, difference: float, more: Mapping[str, Any]) -> dict[str, Any]:
-    set_threshold = getattr(model.objective, "threshold", None) if model.objective.answers in ("set", "intervals") else None
+    set_threshold = (
+        getattr(model.objective, "threshold", None) if model.objective.answers in ("set", "intervals") else None
+    )
     against = "predict" if "sample_rate" in more else "pytorch"
     return {
         "format": 1,
