@@ -222,3 +222,10 @@ def test_unusable_files_are_named(tiny: Tiny, tmp_path: Path, content: bytes | N
 def test_invalid_labels_of_a_data_set_are_quoted() -> None:
     with pytest.raises(DataError, match=r'data.events: the label "2-1 dog": event .dog. from 2 s to 1 s'):
         split_events(["2-1 dog"])
+
+
+def test_a_relative_path_is_of_the_working_folder(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny(*BEEPS, "data.events.file=events.tsv")
+    assert config.data.events is not None
+    assert config.data.events.file == tmp_path / "events.tsv"
