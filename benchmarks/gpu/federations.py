@@ -55,6 +55,7 @@ OBJECTIVES: Mapping[str, Values] = {
         "data": {"columns": ["labels"]},
     },
     "multi_label": {"data": {"label_column": "labels", "label_sets": {"separator": "|"}}},
+    "events": {"data": {"events": {}}},
     "transcribe": {"data": {"label_sequences": {"units": "characters"}}},
     "reconstruct": {"objective": {"name": "reconstruct", "size": 4, "bins": 3, "hidden": 8}},
 }

@@ -28,6 +28,7 @@ from raydfl.data import (
     list_clips,
     natural_order,
     read_remarks,
+    split_events,
     split_sequences,
 )
 
@@ -175,6 +176,16 @@ def _format_entry(label: str, text: str) -> list[str]:
 
 def _describe_labels(manifest: pa.Table, classes: Sequence[str], data: DataSettings) -> Iterator[str]:
     """Describe the classes and their balance, or the transcripts and their units."""
+    if data.events is not None:
+        names, events = split_events(classes)
+        yield from _format_entry(f"classes ({len(names):,})", ", ".join(names))
+        rows = dict(zip(classes, events, strict=True))
+        listed = np.stack([rows[label] for label in manifest.column("label").to_pylist()])
+        present = listed[:, :, 2] >= 0
+        timed = present & np.isfinite(listed[:, :, 0])
+        clips = f"{timed.any(axis=1).sum():,} of {present.any(axis=1).sum():,} clips with events"
+        yield from _format_entry("events", f"{timed.sum():,} with times, in {clips}")
+        return
     if data.label_sequences is None:
         yield from _format_entry(f"classes ({len(classes):,})", _format_counts(manifest, "label", classes))
         yield from _format_entry("balance", _describe_balance(manifest))
@@ -292,5 +303,5 @@ def _count_server(tables: Assignment, role: str) -> str:
     labels = tables.codes("label")[tables.has_role(role)]
     if not len(labels):
         return "none"
-    kind = "classes" if tables.strata == "label" else "transcripts"
+    kind = "classes" if tables.strata == "label" else "labels"
     return f"{len(labels):,} clips of {len(np.unique(labels))} of the {len(tables.classes)} {kind}"

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.errors import InputError
-from raydfl.data import escape_path
+from raydfl.data import Event, escape_path
 from raydfl.runs.inference import Prediction
 
 Form = Literal["table", "csv", "json"]
@@ -43,7 +43,7 @@ def show(
         form: output format.
         heading: text above a table.
         out: output stream. Standard output by default.
-        answers: type of the predictions: "class", "set", "score" or "text".
+        answers: type of the predictions: "class", "set", "score", "text" or "intervals".
         several: whether to show the model of each prediction. Only for classes.
 
     Raises:
@@ -60,6 +60,8 @@ def show(
         writers |= {"csv": _write_set_csv, "table": _write_set_table}
     elif answers == "text":
         writers |= {"csv": _write_text_csv, "table": _write_text_table}
+    elif answers == "intervals":
+        writers |= {"csv": _write_events_csv, "table": _write_events_table}
     elif several:
         writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
@@ -87,6 +89,8 @@ def format_answer(prediction: Prediction) -> str:
         return ", ".join(prediction.labels) or "-"
     if prediction.answers == "text":
         return prediction.text or "-"
+    if prediction.answers == "intervals":
+        return ", ".join(f"{label} {onset:.2f}-{offset:.2f} s" for onset, offset, label in prediction.intervals) or "-"
     return f"{prediction.label} {100 * prediction.probability:.0f} %"
 
 
@@ -100,7 +104,8 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     Returns:
         ``file``, ``label``, ``probability`` and ``top`` for a class; ``file``, ``labels`` and ``top`` for a set of classes;
         ``file`` and ``score`` for a score, with ``decision``, ``threshold`` and ``threshold_origin`` if there is a threshold;
-        ``file`` and ``text`` for a transcript; ``file`` and ``error`` for an unreadable recording.
+        ``file`` and ``text`` for a transcript; ``file`` and ``events`` (``onset``, ``offset``, ``label``) for events; ``file`` and
+        ``error`` for an unreadable recording.
     """
     if prediction.error:
         return {"file": escape_path(prediction.file), "error": prediction.error}
@@ -108,6 +113,9 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         return {"file": escape_path(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
     if prediction.answers == "text":
         return {"file": escape_path(prediction.file), "text": prediction.text}
+    if prediction.answers == "intervals":
+        events = [dict(zip(_EVENT, _round(event), strict=True)) for event in prediction.intervals]
+        return {"file": escape_path(prediction.file), "events": events}
     answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         answer = {"labels": list(prediction.labels)}
@@ -193,6 +201,34 @@ def _write_text_table(found: Iterable[Prediction], _: int, heading: str, out: Te
     folder, named = _name_files(found)
     for name, prediction in named:
         table.add_row(Text(name), Text(prediction.text or "-"))
+    _print(table, heading, folder, out)
+
+
+_EVENT = ("onset", "offset", "label")
+
+
+def _round(event: Event) -> Event:
+    return round(event[0], 4), round(event[1], 4), event[2]
+
+
+def _write_events_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
+    """Write CSV: a row for each event, and one without an event for each recording without events."""
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["file", *_EVENT, "error"])
+    for item in found:
+        for event in map(_round, item.intervals) if item.intervals else [("", "", "")]:
+            writer.writerow([escape_path(item.file), *event, item.error])
+
+
+def _write_events_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
+    table = Table("file", *_EVENT, box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    folder, named = _name_files(found)
+    for name, prediction in named:
+        for onset, offset, label in prediction.intervals or [(None, None, "-")]:
+            table.add_row(
+                *map(Text, (name, *("" if time is None else f"{time:.2f}" for time in (onset, offset)), label))
+            )
     _print(table, heading, folder, out)
 
 

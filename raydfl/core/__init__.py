@@ -23,6 +23,7 @@ __all__ = [
     "part_names",
     "pretrained",
     "progress",
+    "psds",
     "registry",
     "remote",
     "seeds",

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from raydfl.core.errors import DataError
+from raydfl.core.psds import COUNTS, SCENARIOS, compute_psds, count_events
 from raydfl.core.types import Metric, Metrics, Ratio, Scores, join_scores
 
 
@@ -53,6 +54,9 @@ SCORES: Mapping[str, Score] = {
     "oracle_recall": Score("recall at the threshold with the largest F1 on the test (oracle)", drawn=False),
     "macro_f1": Score("macro F1"),
     "average_recall": Score("average recall", drawn=False),
+    "psds1": Score("PSDS 1 (exact times)", headline=True),
+    "psds2": Score("PSDS 2 (few confusions)"),
+    "segment_f1": Score("F1 of segments of 1 s"),
     "cer": Score("character error rate", higher_is_better=False, headline=True),
     "wer": Score("word error rate", higher_is_better=False),
     "attack_success": Score("attack success", higher_is_better=False),
@@ -254,6 +258,9 @@ def summarise(metrics: Metrics) -> dict[str, Ratio]:
     Both are ratios of a sum over classes to the number of classes. Do not add them up over clients: :func:`pool` the confusion
     matrices instead.
 
+    ``<model>/detections`` (:func:`raydfl.core.psds.count_detections`) gives ``<model>/psds1`` and ``<model>/psds2``, as ratios
+    whose count is the number of events.
+
     ``<model>/scores`` gives the results of :func:`ranking_metrics`, such as ``<model>/auc``.
     """
     summary: dict[str, Ratio] = {}
@@ -263,6 +270,11 @@ def summarise(metrics: Metrics) -> dict[str, Ratio]:
         elif isinstance(value, Scores):
             prefix = name.removesuffix(base_name(name))
             summary |= {prefix + score: ratio for score, ratio in ranking_metrics(value).items()}
+        elif base_name(name) == COUNTS:
+            count = count_events(value)
+            for score in SCENARIOS:
+                psds = compute_psds(value, score) if count else 0.0
+                summary[name.removesuffix(COUNTS) + score] = Ratio(psds * count, count)
         elif base_name(name) == "confusion":
             prefix = name.removesuffix("confusion")
             summary[f"{prefix}macro_f1"], summary[f"{prefix}average_recall"] = _score_confusion(value)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Labels = Literal["one", "sets", "sequences", "any"]
-"""The labels of a clip: one class, a set of classes (``data.label_sets``), a transcript (``data.label_sequences``), or any."""
+Labels = Literal["one", "sets", "sequences", "events", "any"]
+"""The labels of a clip: one class, a set of classes (``data.label_sets``), a transcript (``data.label_sequences``), events
+(``data.events``), or any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

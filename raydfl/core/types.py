@@ -185,7 +185,9 @@ class Batch:
     are 0, and so are examples without the view."""
     y: Tensor
     """int64 [batch]: class indices. For sets of classes float32 [batch, classes]: 1 for the classes of a clip, else 0. For
-    transcripts int64 [batch, longest]: class indices in order, -1 after the end."""
+    transcripts int64 [batch, longest]: class indices in order, -1 after the end. For events float32 [batch, most events, 3]: onset
+    and offset in frames of the first view, and the class index, -1 after the last event. Events without times last from -inf to
+    inf."""
     view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] by view: valid frames of each example. Views with examples of equal length have no entry."""
     present: Mapping[str, Tensor] = field(default_factory=dict)

@@ -36,6 +36,9 @@ from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import check_share as check_share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
 from raydfl.data.steps.dealing import PartitionSettings as PartitionSettings
+from raydfl.data.steps.events import Event as Event
+from raydfl.data.steps.events import split_events as split_events
+from raydfl.data.steps.events import write_events as write_events
 from raydfl.data.steps.label_sequences import join_units as join_units
 from raydfl.data.steps.label_sequences import split_sequences as split_sequences
 from raydfl.data.steps.leave_out import exclude_labels as exclude_labels

@@ -20,12 +20,15 @@ from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, relocate_error
 from raydfl.data.steps.corrupt import ALTERED
+from raydfl.data.steps.events import check_times, split_events
 from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment
 from raydfl.data.steps.pools import HIDDEN_LABEL
 from raydfl.data.steps.profile import read_channels
 from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_column
 from raydfl.data.views import View
 
+_END = 0.1
+"""Seconds by which an event may exceed its clip. Annotations are rounded, and features lack an incomplete last window."""
 _COMMON = -1
 """Code of the channel in the settings, in contrast to a client's channel."""
 
@@ -106,6 +109,7 @@ class Assembler:
             # Only training clips pass the transforms, so only their lengths must suit them.
             first_view.pipeline.check_size(int(frames[self.train].max()), store.bands, "data.transforms")
         arrays |= first_view.pipeline.make_tables(data.features, self.seed, table_prefix(first_name))
+        self._check_events()
         row, first, length = self._cut(frames)
         label, pools = tables.codes("label"), tables.pools
         label = np.where(label < 0, NO_LABEL, label)
@@ -157,6 +161,7 @@ class Assembler:
             meanings,
             None if data.label_sets is None else data.label_sets.separator,
             data.label_sequences,
+            None if data.events is None else data.features.frame_seconds,
             [*skipped, *self.unread],
             [*messages, *self.messages],
         )
@@ -270,6 +275,27 @@ class Assembler:
         row, first, length = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(row, kind="stable")  # a client's segments must be adjacent, in the order of the tables
         return row[order], first[order], length[order]
+
+    def _check_events(self) -> None:
+        """Reject events after the end of their clip, if labels are events.
+
+        Raises:
+            DataError: naming the first of these clips.
+        """
+        if self.data.events is None:
+            return
+        features, frame_seconds = self.data.features, self.data.features.frame_seconds or 0.0
+        clips = np.unique(self.clip)
+        seconds = self.stores[CLEAN].lengths[clips] * frame_seconds
+        limits = [getattr(features, "seconds", None), features.frames and features.frames * frame_seconds]
+        longest = min((limit for limit in limits if limit is not None), default=np.inf) - _END
+        seconds[seconds >= longest] = np.inf  # the features end before the clip
+        exact = self.manifest.column("seconds").to_numpy()[clips]
+        seconds = np.where(np.isnan(exact), seconds, exact) + _END
+        labels = self.manifest.column("label").combine_chunks().dictionary_encode()
+        _, events = split_events(labels.dictionary.to_pylist())
+        names = self.manifest.column("clip").take(pa.array(clips)).to_pylist()
+        check_times(events[labels.indices.to_numpy()[clips]], seconds, names)
 
     def _build_clients(self, row: np.ndarray) -> pa.RecordBatch:
         """Build the table of clients.

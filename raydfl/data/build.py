@@ -23,7 +23,8 @@ from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings, qualify_error
 from raydfl.data.steps.canaries import add_canaries
 from raydfl.data.steps.corrupt import corrupt, remove_views
-from raydfl.data.steps.label_sequences import find_rarest_units, split_sequences
+from raydfl.data.steps.events import contains_classes, label_events, split_events
+from raydfl.data.steps.label_sequences import contains_units, find_rarest_units, split_sequences
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import (
     MAIN_UNIT,
@@ -69,6 +70,8 @@ def list_clips(
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.list_clips()
+    if data.events is not None:
+        manifest = label_events(manifest, data.events)
     if manifest.column("label").null_count == manifest.num_rows:
         raise DataError("no clip has a label, so the classes are unknown. Add labels to the recordings")
     if data.tables.clips is not None:
@@ -140,8 +143,12 @@ def assign_clips(
     listed = functools.reduce(add_batch_column, data.columns, make_assignment(manifest, classes))
     if data.label_sequences is not None:
         units, sequences = split_sequences(classes, data.label_sequences)
-        rarest = find_rarest_units(listed.codes("label"), sequences, len(units))
-        listed = listed.set_clips(**{MAIN_UNIT: encode(rarest, units)})
+        members = contains_units(sequences, len(units))
+    elif data.events is not None:
+        units, events = split_events(classes)
+        members = contains_classes(events, len(units))
+    if data.label_sequences is not None or data.events is not None:
+        listed = listed.set_clips(**{MAIN_UNIT: encode(find_rarest_units(listed.codes("label"), members), units)})
     if last in ("list", "leave_out"):
         return listed
     tables = usable = listed if readable is None else listed.select(readable)
@@ -154,7 +161,7 @@ def assign_clips(
         steps["split"] = steps["hold_out"] = lambda tables: tables  # the user's table has assigned the roles
     for name, step in steps.items():
         tables = step(tables)
-        by_class = data.label_sets is None and data.label_sequences is None
+        by_class = all(form is None for form in (data.label_sets, data.label_sequences, data.events))
         if name == "partition" and learnt and data.unseen == "stop" and by_class:
             check_classes(tables, listed, usable)
         if name == last:

@@ -109,6 +109,12 @@ class Frames:
         """Return the first rows in the store and the numbers of frames (int [n] each) of examples after random crops."""
         return self.pipeline.window(self.starts[index], self.counts[index], drawn)
 
+    def find_starts(self, rows: np.ndarray) -> np.ndarray:
+        """Convert rows of the store to frames from the start of their clip, int64 in the shape of ``rows``."""
+        offsets = self.store.offsets
+        found: np.ndarray = rows - offsets[np.searchsorted(offsets, rows, side="right") - 1]
+        return found
+
     def count_valid_frames(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count the frames of each window that are not padding in the store, int64 in the shape of ``starts``."""
         offsets = self.store.offsets
@@ -141,7 +147,7 @@ class Examples:
     views: Mapping[str, Frames]
     """The views of the examples by name, at least the first."""
     labels: np.ndarray
-    """int64 [examples]: class indices, or row indices of :attr:`sets` or :attr:`sequences`."""
+    """int64 [examples]: class indices, or row indices of :attr:`sets`, :attr:`sequences` or :attr:`events`."""
     clips: np.ndarray
     """int64 [examples]: index of the clip in the manifest. Segments of a clip share it."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -154,6 +160,11 @@ class Examples:
     """int32 [labels, longest]: the classes of each label in order, -1 after the end; ``None``: labels are not transcripts."""
     joint: str = ""
     """Text between two classes of a transcript."""
+    events: np.ndarray | None = None
+    """float64 [labels, most events, 3]: onset and offset in seconds from the start of the clip, and class, -1 after the last event.
+    Events without times last from -inf to inf. ``None``: labels are not events."""
+    frame_seconds: float = 0.0
+    """Time between two frames of the first view, if labels are events."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -200,15 +211,23 @@ class Examples:
         """Return the examples with a single view."""
         return self if [*self.views] == [view] else replace(self, views={view: self.views[view]})
 
-    def targets(self, labels: np.ndarray) -> np.ndarray:
+    def targets(self, labels: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:
         """Convert label indices to targets.
 
         Args:
             labels: int [n].
+            starts: int [n], first frame of each example in its clip, for :attr:`events`. ``None``: 0.
 
         Returns:
-            int64 [n]; multi-hot float32 [n, classes] with :attr:`sets`; int64 [n, longest] with :attr:`sequences`.
+            int64 [n]; multi-hot float32 [n, classes] with :attr:`sets`; int64 [n, longest] with :attr:`sequences`; float32 [n, most
+            events, 3] with :attr:`events`, with times in frames from the start of the example.
         """
+        if self.events is not None:
+            events: np.ndarray = self.events[labels]
+            events[..., :2] /= self.frame_seconds
+            if starts is not None:
+                events[..., :2] -= starts[..., None, None]
+            return events.astype(np.float32)
         if self.sequences is not None:
             found: np.ndarray = self.sequences[labels].astype(np.int64)
             return found
@@ -248,9 +267,14 @@ class Examples:
             views[name], view_lengths = view.batch(index, device, None if drawn is None else drawn[name])
             if view_lengths is not None:
                 lengths[name] = view_lengths
+        starts = None
+        if self.events is not None:
+            first = self.first_view
+            rows, _ = first.window(index, None if drawn is None else drawn[next(iter(self.views))])
+            starts = first.find_starts(rows)
         return Batch(
             views,
-            torch.from_numpy(self.targets(self.labels[index])).to(device),
+            torch.from_numpy(self.targets(self.labels[index], starts)).to(device),
             lengths,
             {n: torch.from_numpy(v.counts[index] > 0).to(device) for n, v in self.views.items() if v.optional},
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},

@@ -109,6 +109,11 @@ def read_remarks(manifest: pa.Table) -> list[str]:
     return remarks
 
 
+def add_remarks(manifest: pa.Table, remarks: Sequence[str]) -> pa.Table:
+    """Return a manifest with further messages to the user."""
+    return manifest.replace_schema_metadata({_REMARKS: json.dumps([*read_remarks(manifest), *remarks])})
+
+
 def find_samples(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
     """Convert the start and stop of a clip in seconds to a range of samples (first, stop).
 

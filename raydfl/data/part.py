@@ -16,6 +16,7 @@ from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import split_labels
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard
+from raydfl.data.steps.events import contains_classes, split_events
 from raydfl.data.steps.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.tables import POOLED, Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
@@ -56,6 +57,8 @@ class Part:
     """Separator of the classes in a label; ``None``: each label is a single class."""
     transcripts: LabelSequenceSettings | None = None
     """Form of transcripts as labels; ``None``: each label is a class, or a set of classes."""
+    frame_seconds: float | None = None
+    """Time between two frames of the first view, if labels are events. ``None``: labels are not events."""
     skipped: Sequence[tuple[str, str]] = ()
     """Unreadable clips, and clips with an unreadable view, with the reasons."""
     messages: Sequence[str] = ()
@@ -78,6 +81,12 @@ class Part:
         if self.transcripts is not None:
             names, self.sequences = split_sequences(self.classes, self.transcripts)
             self.classes = tuple(names)
+        self.events: np.ndarray | None = None
+        """Events of each label, float64 [labels, most events, 3]: onset and offset in seconds, and class, -1 after the last event.
+        ``None``: labels are not events."""
+        if self.frame_seconds is not None:
+            names, self.events = split_events(self.classes)
+            self.classes, self.sets = tuple(names), contains_classes(self.events, len(names))
         self._held_out: dict[str, Examples] = {}
 
     @classmethod
@@ -126,8 +135,9 @@ class Part:
         }
         shards = None if self.shards is None else [dataclasses.astuple(shard) for shard in self.shards]
         names = ("labels", "pools", "columns", "separator", "skipped", "messages")
-        transcripts = {} if self.transcripts is None else {"transcripts": self.transcripts.model_dump()}
-        return {"views": views, "shards": shards, **{name: getattr(self, name) for name in names}, **transcripts}
+        form: dict[str, Any] = {} if self.transcripts is None else {"transcripts": self.transcripts.model_dump()}
+        form |= {} if self.frame_seconds is None else {"frame_seconds": self.frame_seconds}
+        return {"views": views, "shards": shards, **{name: getattr(self, name) for name in names}, **form}
 
     @property
     def optional_views(self) -> list[str]:
@@ -192,4 +202,6 @@ class Part:
             self.sets,
             self.sequences,
             "" if self.transcripts is None else self.transcripts.joint,
+            self.events,
+            self.frame_seconds or 0.0,
         )

@@ -103,6 +103,11 @@ class Population:
         """Classes of each label in order, int32 [labels, longest], -1 after the end; ``None``: labels are not transcripts."""
         return self._part.sequences
 
+    @property
+    def events(self) -> np.ndarray | None:
+        """Events of each label, float64 [labels, most events, 3]; ``None``: labels are not events."""
+        return self._part.events
+
     def shape(self, view: str, data: DataSettings) -> int | tuple[int, int, int]:
         """Return the input shape of a network for a view: bands, or (channels, rows, columns) of images."""
         settings = data.all_views[view]

@@ -32,6 +32,7 @@ from raydfl.data.segment import SegmentSettings
 from raydfl.data.source import Source
 from raydfl.data.steps.corrupt import CorruptSettings
 from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.events import EventSettings
 from raydfl.data.steps.label_sequences import LabelSequenceSettings
 from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings, check_pool_names
@@ -110,6 +111,11 @@ class DataSettings(Settings):
         None,
         description="Transcripts as labels. Their units are the classes. Partitions and splits by label count a clip under "
         "its rarest unit, and data.corrupt.labels replaces single units. null: labels are not transcripts.",
+    )
+    events: EventSettings | None = Field(
+        None,
+        description="Labels with the times of events. Partitions and splits by label count a clip under its rarest class. null: "
+        "labels have no times.",
     )
     ungrouped: Literal["keep", "deal"] = Field(
         "keep",
@@ -245,6 +251,7 @@ class DataSettings(Settings):
                 "either of them to null"
             )
         self._check_transcripts()
+        self._check_events()
         self._check_pools()
         self._check_table()
         self._check_parts()
@@ -282,6 +289,29 @@ class DataSettings(Settings):
                     f"data.label_sequences: a label is the transcript of a whole clip, so {place} is not supported. Remove either "
                     f"of them"
                 )
+
+    def _check_events(self) -> None:
+        """Reject settings for single classes, and features without known times, if labels have the times of events."""
+        if self.events is None:
+            return
+        conflicting = {
+            "data.label_sets": self.label_sets,
+            "data.label_sequences": self.label_sequences,
+            "data.unlabelled": self.unlabelled,
+            "data.corrupt.labels": self.corrupt.labels,
+            "data.sites": self.sites or None,
+            "the transform shift": next((t for t in self.transforms if t.get("name") == "shift"), None),
+        }
+        for place, value in conflicting.items():
+            if value is not None:
+                raise ConfigError(
+                    f"data.events: a label lists events with their times, so {place} is not supported. Remove either of them"
+                )
+        if self.features.frame_seconds is None:
+            raise ConfigError(
+                f"data.events needs frames at known times, but data.features.kind {self.features.kind} with these options does "
+                f"not give them. Choose the kind logmel (without trim_db), kaldi, speech_embedding or pretrained (without pooling)"
+            )
 
     def _check_parts(self) -> None:
         """Validate the settings of each part, and the parts of each site."""

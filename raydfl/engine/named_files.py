@@ -79,7 +79,7 @@ def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
     for transform in transforms if isinstance(transforms, list) else ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):
             _resolve(transform, path_options(find_transform(transform["name"])))
-    for group, keys in (("partition", ["file"]), ("tables", ["clips", "clients"])):
+    for group, keys in (("partition", ["file"]), ("tables", ["clips", "clients"]), ("events", ["file"])):
         if isinstance(data.get(group), dict):
             _resolve(data[group], keys)
     if isinstance(data.get("features"), dict):

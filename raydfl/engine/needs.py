@@ -18,6 +18,12 @@ from raydfl.objectives import Objective
 from raydfl.rules import Rule
 from raydfl.training import ClientSettings, TrainSettings
 
+_LABELS = {
+    "one": "one class for each clip",
+    "sets": "sets of classes",
+    "sequences": "transcripts",
+    "events": "events",
+}
 Conflict = tuple[str, str, str, str]
 """The setting in conflict, the unmet need, the reason, and the remedy."""
 
@@ -117,7 +123,7 @@ def _find_method_conflicts(needs: Needs, method: Method, names: tuple[str, str, 
         yield "objective", f"objective={' or '.join(needs.objectives)}", reason, remedy
     if needs.labels not in ("any", method.objective.needs.labels):
         remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
-        target = {"one": "one class for each clip", "sets": "sets of classes"}.get(needs.labels, "transcripts")
+        target = _LABELS[needs.labels]
         yield "objective", f"an objective that learns {target}", reason, remedy
     if needs.new_values and method.changes:
         remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"
@@ -198,6 +204,12 @@ def _find_label_conflicts(owner: str, needs: Needs, data: DataSettings) -> Itera
     if needs.labels == "sequences" and data.label_sequences is None:
         remedy = "set data.label_sequences='{units: words}' or '{units: characters}', or choose objective=classify"
         yield "data.label_sequences", "transcripts", "a label is a class", remedy
+    if needs.labels != "events" and data.events is not None and owner.startswith("objective"):
+        remedy = "choose objective=events, or set data.events to null"
+        yield "data.events", "labels without times", "data.events gives labels the times of events", remedy
+    if needs.labels == "events" and data.events is None:
+        remedy = "set data.events='{file: EVENTS.tsv}', or choose objective=classify"
+        yield "data.events", "events", "a label is a class", remedy
     if needs.labels == "sets" and data.label_sets is None:
         remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
         yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy

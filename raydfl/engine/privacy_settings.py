@@ -258,6 +258,7 @@ def _check_canaries(components: Components, data: DataSettings) -> None:
         ),
         "data.label_sets": (data.label_sets is not None, "a clip has several classes", "Set it to null"),
         "data.label_sequences": (data.label_sequences is not None, "a label is a transcript", "Set it to null"),
+        "data.events": (data.events is not None, "a label lists events", "Set it to null"),
         "data.parts": (bool(data.parts), "several sets of clients have no common audit", "Use a single data set"),
         "data.sites": (bool(data.sites), "the audit needs the clips", "Remove it"),
         "data.pools" if data.pools else "data.unlabelled": (pools, "several pools have no common audit", "Remove it"),

@@ -62,6 +62,8 @@ class CRNN(nn.Module):
         if kernel % 2 == 0:
             raise ConfigError(f"kernel is {kernel}, but kernels must be odd. Use {kernel + 1}.")
         self.pool = pool
+        self.frames_per_token = pool ** len(filters)
+        """Number of frames from a token to the next."""
         filters, hidden = tuple(scale_channels(count, width) for count in filters), scale_channels(hidden, width)
         self.scale = 1 / width if scaled else 1.0
         channels = (inputs, *filters)

@@ -64,6 +64,8 @@ class Pretrained(nn.Module):
         about = read_encoder_folder(folder)
         _check(about, inputs, train, after)
         self.kind, self.pooling, self.bands = about.kind, pooling, about.patch_bands
+        self.frames_per_token = about.frames_per_token if after is None else 1
+        """Number of frames from a token to the next."""
         self.encoder = Encoder(about, after, about.layers)
         self._freeze(train, about.layers)
         self.hidden = None if hidden is None else nn.Linear(about.width, hidden)

@@ -72,6 +72,8 @@ class SSAST(nn.Module):
             ((PATCH, PATCH), (STRIDE, STRIDE)) if patches == "patch" else ((FRAMES_OF_A_FRAME, inputs), (1, inputs))
         )
         self.length = frames
+        self.frames_per_token = stride[0]
+        """Number of frames from a token to the next."""
         self.patch_embed = nn.Conv2d(1, embedding, kernel, stride)
         count = [(size - k) // s + 1 for size, k, s in zip((frames, inputs), kernel, stride, strict=True)]
         self.grid = (count[0], count[1])

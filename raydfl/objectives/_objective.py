@@ -15,7 +15,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Labels, Needs
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, Metrics, ModelSpec, same_view
-from raydfl.data import Examples, Population
+from raydfl.data import Event, Examples, Population
 from raydfl.training import Step, predict
 
 EXTENSION = "objective"
@@ -27,8 +27,8 @@ class Objective(StrictTypes):
     """Base class of objectives: a frozen dataclass without state, whose fields are its options."""
 
     labels: ClassVar[Labels] = "any"
-    """Required labels of a clip: one label, a set (``data.label_sets``), a transcript (``data.label_sequences``), or any, including
-    none."""
+    """Required labels of a clip: one label, a set (``data.label_sets``), a transcript (``data.label_sequences``), events
+    (``data.events``), or any, including none."""
 
     needs_frames: ClassVar[bool] = False
     """Whether a network must have ``frames(x, lengths)``, which returns tokens float32 [batch, tokens, width] and their valid
@@ -37,13 +37,14 @@ class Objective(StrictTypes):
     headline: ClassVar[str] = "loss"
     """Default metric for comparing runs, by the last part of its name."""
 
-    answers: ClassVar[Literal["class", "set", "score", "text", "none"]] = "none"
-    """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, a transcript, or none."""
+    answers: ClassVar[Literal["class", "set", "score", "text", "intervals", "none"]] = "none"
+    """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, a transcript, events with their
+    times, or none."""
 
     @property
     def needs(self) -> Needs:
         """Requirements on other settings. By default the :attr:`labels`."""
-        return Needs(labels=self.labels, own_outputs=self.labels in ("sets", "sequences"))
+        return Needs(labels=self.labels, own_outputs=self.labels in ("sets", "sequences", "events"))
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
         """Check the options against the data before the first round.
@@ -135,7 +136,7 @@ class Objective(StrictTypes):
 
         Returns:
             A module: x float32 [batch, frames, inputs], lengths int64 [batch] or ``None`` -> float32 [batch, answers], or
-            [batch, tokens, answers] for transcripts.
+            [batch, tokens, answers] for transcripts and intervals.
         """
         return network
 
@@ -178,6 +179,29 @@ class Objective(StrictTypes):
             answer: float [tokens, answers], from :meth:`answer_of_clip`.
             classes: names of the classes, the units of transcripts.
             joint: text between two units.
+        """
+        raise NotImplementedError
+
+    def answer_of_examples(self, outputs: Tensor, examples: Examples, predictor: nn.Module) -> Tensor:
+        """Combine the outputs of a clip's examples, in the order of time. By default with :meth:`answer_of_clip`.
+
+        Args:
+            outputs: float64 [examples, ...], outputs of the predictor.
+            examples: all examples of a single clip.
+            predictor: the module from :meth:`predictor`.
+        """
+        return self.answer_of_clip(outputs)
+
+    def intervals(
+        self, answer: np.ndarray, classes: Sequence[str], predictor: nn.Module, frame_seconds: float
+    ) -> list[Event]:
+        """Return the events in a clip if :attr:`answers` is "intervals": onset and offset in seconds, and class.
+
+        Args:
+            answer: float64 [tokens, classes], from :meth:`answer_of_examples`.
+            classes: names of the classes.
+            predictor: the module from :meth:`predictor`.
+            frame_seconds: time between two frames of the features.
         """
         raise NotImplementedError
 

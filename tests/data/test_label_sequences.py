@@ -14,7 +14,12 @@ from raydfl.cli.describe import describe_data
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
-from raydfl.data.steps.label_sequences import LabelSequenceSettings, find_rarest_units, split_sequences
+from raydfl.data.steps.label_sequences import (
+    LabelSequenceSettings,
+    contains_units,
+    find_rarest_units,
+    split_sequences,
+)
 from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
@@ -65,7 +70,7 @@ def test_the_rarest_unit_represents_a_clip() -> None:
     sequences = np.array([[0, 1, -1], [0, -1, -1], [0, 1, 2], [-1, -1, -1]], np.int32)
     labels = np.array([0, 0, 1, 2, 3, -1])
     # Clips with unit 0: 4, unit 1: 3, unit 2: 1.
-    assert find_rarest_units(labels, sequences, 3).tolist() == [1, 1, 0, 2, -1, -1]
+    assert find_rarest_units(labels, contains_units(sequences, 3)).tolist() == [1, 1, 0, 2, -1, -1]
 
 
 def test_batches_have_sequences_and_counts_are_of_units(tiny: Tiny) -> None:
@@ -170,5 +175,5 @@ def test_data_info_lists_units_in_place_of_classes(tiny: Tiny) -> None:
     text = " ".join(" ".join(describe_data(config.data, config.run.seed)).split())
     assert "transcripts 7 different" in text
     assert "characters (4) ' ', 'a', 'b', 'c'" in text
-    assert "7 clips of 7 of the 7 transcripts" in text
+    assert "7 clips of 7 of the 7 labels" in text
     assert "classes" not in text

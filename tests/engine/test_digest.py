@@ -53,6 +53,7 @@ CONFIGURATIONS = {
     ],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
     "transcripts": ["data.label_sequences={}", "objective=transcribe"],
+    "events": ["data.events={}", "objective=events"],
     "as published": ["data.split={test: null, as_published: true}"],
     "phases": [
         "method=modality_mirror",

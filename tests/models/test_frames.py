@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from encoders import WIDTH, needs_transformers, write_encoder
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from raydfl.core.ops import mean_over_time
 from raydfl.core.types import ModelSpec
+from raydfl.data.features import FeatureExtractor
+from raydfl.data.features.kinds import make_features
 from raydfl.models import build_model
 
 BANDS = 16
@@ -85,3 +88,38 @@ def test_encoders_have_frames(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(frames[1, : count[1]], alone[0], atol=1e-5, rtol=0)
     else:
         assert count is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"), [*CRNNS, ("ssast_tiny", {"embedding": 12, "heads": 2, "frames": 400})]
+)
+@torch.no_grad()
+def test_tokens_are_frames_per_token_apart(architecture: str, options: dict[str, Any]) -> None:
+    network = build(architecture, **options)
+    tokens = network.frames(torch.randn(1, 400, BANDS))[0].shape[1]
+    assert 400 / network.frames_per_token - 2 < tokens <= 400 / network.frames_per_token
+
+
+@needs_transformers
+@pytest.mark.parametrize("after", [None, 1])
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert", "ast", "whisper"])
+@torch.no_grad()
+def test_times_of_encoders_frames_and_tokens_are_known(kind: str, after: int | None, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / kind, kind)
+    features: Any = make_features({"kind": "pretrained", "folder": str(folder), "after": after})
+    if after is not None and kind in ("ast", "whisper"):
+        assert features.frame_seconds is None  # all clips have the tokens of the encoder's length
+        return
+    x = FeatureExtractor(features)(np.random.default_rng(0).standard_normal(5600).astype(np.float32), 16_000)  # 0.35 s
+    assert len(x) * features.frame_seconds == pytest.approx(0.35, abs=0.04)
+    network = build("pretrained", x.shape[1], folder=folder, after=after, pooling="mean")
+    tokens = network.frames(torch.from_numpy(x)[None], torch.tensor([len(x)]))[0].shape[1]
+    padded = {"ast": 40, "whisper": 100}.get(kind, len(x))
+    assert padded / network.frames_per_token - 3 < tokens <= padded / network.frames_per_token
+
+
+@pytest.mark.parametrize("kind", ["logmel", "kaldi"])
+def test_times_of_spectrograms_are_known(kind: str) -> None:
+    features: Any = make_features({"kind": kind, "sample_rate": 16_000})
+    x = FeatureExtractor(features)(np.random.default_rng(0).standard_normal(16_000).astype(np.float32), 16_000)
+    assert len(x) * features.frame_seconds == pytest.approx(1.0, abs=0.03)

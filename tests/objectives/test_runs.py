@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import beeps
 import numpy as np
 import pyarrow.compute as pc
 import pytest
@@ -45,6 +46,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
     "identify": (MACHINES, *IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [normal]}"),
     "transcribe": ("data.label_sequences={}", "objective=transcribe"),
+    "events": (
+        f"data.name={beeps.__file__}:Beeps",
+        *("data.groups=4", "data.features.seconds=1.2", "data.split={test: {by: split}, validation: 0.2}"),
+        *("data.events={}", "objective=events"),
+    ),
 }
 HEADLINES = {
     "classify": "accuracy",
@@ -54,6 +60,7 @@ HEADLINES = {
     "contrast": "accuracy",
     "identify": "auc",
     "transcribe": "cer",
+    "events": "psds1",
 }
 
 Tiny = Callable[..., Config]
@@ -71,6 +78,7 @@ SEEN_SETTINGS: dict[str, tuple[str, ...]] = {
     "compact": ("objective={name: compact, size: 4, normal: [a]}",),
     "reconstruct": ("objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [a]}",),
     "identify": (*IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [a]}"),
+    "events": ("data.events={}", "objective=events"),
 }
 SECOND = "{column: second, features: {sample_rate: 8000, bands: 12, window_ms: 25, hop_ms: 10, seconds: 0.3}}"
 VIEWS: dict[str, tuple[str, ...]] = {
@@ -123,6 +131,10 @@ def test_methods_learn_supported_objectives_from_each_view_and_reject_unsupporte
         names = [name for name in cls.models if name not in (*cls.copies, *cls.on_features)]
         overrides += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     overrides += ["method.layers=[output]"] if method == "fedbn" and view != "first" else []
+    if view == "image" and objective == "events":
+        with pytest.raises(ConfigError, match=r"data.events needs frames at known times"):
+            tiny(*overrides, "data.unlabelled=null", method=method)
+        return
     if not is_supported(method, objective):
         (supported,) = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
         with pytest.raises(
@@ -135,8 +147,14 @@ def test_methods_learn_supported_objectives_from_each_view_and_reject_unsupporte
         with pytest.raises(ConfigError, match=f"objective: {objective} .* the network reads images"):
             start_server(config)
         return
-    if objective == "transcribe" and (view == "image" or (method == "fedbn" and view == "first")):
-        with pytest.raises(ConfigError, match=r"objective 'transcribe' needs .* has no frames\(\)"):
+    if view == "further" and objective == "events":
+        with pytest.raises(
+            ConfigError, match=r"the network reads the view 'second', but events have the times of data"
+        ):
+            start_server(config)
+        return
+    if objective in ("transcribe", "events") and (view == "image" or (method == "fedbn" and view == "first")):
+        with pytest.raises(ConfigError, match=rf"objective '{objective}' needs .* has no frames\(\)"):
             start_server(config)
         return
     server = start_server(config)

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,20 @@ class EncoderFolder:
     def bands(self) -> int:
         """Number of mel bands in an input frame, or 1 for samples."""
         return 1 if self.takes_waves else int(self.settings.num_mel_bins)
+
+    @property
+    def hop(self) -> int:
+        """Number of samples between two input frames."""
+        if self.takes_waves:
+            return 1
+        return int(self.extractor.hop_length) if self.kind == "whisper" else self.sample_rate // 100
+
+    @property
+    def frames_per_token(self) -> int:
+        """Number of input frames from a token to the next in time."""
+        if self.takes_waves:
+            return math.prod(self.settings.conv_stride)
+        return 2 if self.kind == "whisper" else int(self.settings.time_stride)
 
     @property
     def patch_bands(self) -> int | None:

@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -60,6 +60,9 @@ class FileFeatures(Settings):
     frames: Frames = None
     normalise: GivenNormalise = "none"
     dtype: Dtype = "float32"
+
+    frame_seconds: ClassVar[None] = None
+    """The time between frames is unknown."""
 
     @model_validator(mode="before")
     @classmethod

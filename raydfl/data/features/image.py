@@ -31,6 +31,8 @@ class ImageFeatures(Settings):
 
     dtype: ClassVar[str] = "uint8"
     normalise: ClassVar[Literal["none"]] = "none"
+    frame_seconds: ClassVar[None] = None
+    """The time between frames is unknown."""
 
     @field_validator("size", mode="before")
     @classmethod

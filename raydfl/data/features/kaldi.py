@@ -75,6 +75,11 @@ class KaldiFeatures(Settings):
         return self.sample_rate * HOP_MS // 1000
 
     @property
+    def frame_seconds(self) -> float:
+        """Time between frames."""
+        return self.hop / self.sample_rate
+
+    @property
     def points(self) -> int:
         """Number of points of the Fourier transform."""
         return 1 << (self.window - 1).bit_length()  # Kaldi rounds the window up to a power of two.

@@ -173,6 +173,11 @@ class FeatureSettings(Settings):
         return round(self.sample_rate * self.hop_ms / 1000)
 
     @property
+    def frame_seconds(self) -> float | None:
+        """Time between frames, or None if frames are removed (``trim_db``)."""
+        return self.hop / self.sample_rate if self.trim_db is None else None
+
+    @property
     def highest_hz(self) -> float:
         """Upper edge of the highest band in Hz."""
         return self.sample_rate / 2 if self.high_hz is None else self.high_hz

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -57,6 +57,9 @@ class ModelFeatures(Settings):
     frames: Frames = None
     normalise: GivenNormalise = "none"
     dtype: Dtype = "float32"
+
+    frame_seconds: ClassVar[None] = None
+    """The time between frames is unknown."""
 
     @property
     def title(self) -> str:

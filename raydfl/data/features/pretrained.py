@@ -111,6 +111,15 @@ class PretrainedFeatures(Settings):
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
     @property
+    def frame_seconds(self) -> float | None:
+        """Time between frames, or None if frames are pooled, or padded to the encoder's fixed length."""
+        about = read_folder(self.folder)
+        if self.after is not None:
+            known = about.takes_waves and self.pooling == "none"
+            return float(about.frames_per_token / self.sample_rate) if known else None
+        return float(about.hop / self.sample_rate)
+
+    @property
     def frames(self) -> int | None:
         """Number of frames of every clip, or None if it depends on the clip."""
         return 1 if self.pooling != "none" else None

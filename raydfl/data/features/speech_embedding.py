@@ -72,6 +72,11 @@ class SpeechEmbeddingFeatures(Settings):
     deviation: ClassVar[float] = DEVIATION
 
     @property
+    def frame_seconds(self) -> float:
+        """Time between frames."""
+        return self.step * self.hop / self.sample_rate
+
+    @property
     def samples(self) -> int | None:
         """Maximum number of samples of a wave, or None for no limit."""
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))

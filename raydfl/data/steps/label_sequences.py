@@ -96,17 +96,15 @@ def contains_units(sequences: np.ndarray, units: int) -> np.ndarray:
     return members[:, :units]
 
 
-def find_rarest_units(labels: np.ndarray, sequences: np.ndarray, units: int) -> np.ndarray:
+def find_rarest_units(labels: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Return the rarest unit of each clip by the number of clips with it, the smallest index in a tie: int64 [clips].
 
     Clips without units, or without a label, have the code -1.
 
     Args:
-        labels: int [clips], rows of ``sequences``. Negative: unknown.
-        sequences: int32 [labels, longest].
-        units: number of units.
+        labels: int [clips], rows of ``members``. Negative: unknown.
+        members: bool [labels, units], the units of each label.
     """
-    members = contains_units(sequences, units)
     counts = np.bincount(labels[labels >= 0], minlength=len(members)) @ members
     rarest = np.where(members, counts, counts.max(initial=0) + 1).argmin(axis=1)
     rarest[~members.any(axis=1)] = -1

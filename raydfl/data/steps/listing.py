@@ -20,7 +20,7 @@ STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 TRAIN, LABELLED, UNLABELLED = "train", "labelled", "unlabelled"
 """Names of pools: the default pool, then the two pools of ``data.unlabelled``."""
 MAIN_UNIT = "main unit"
-"""Column of clips with the rarest unit of each transcript."""
+"""Column of clips with the rarest unit of each transcript, or the rarest class of its events."""
 NO_LABEL = -100
 """Class of an unlabelled example. PyTorch's ``cross_entropy`` ignores it."""
 
@@ -38,7 +38,7 @@ class Assignment:
     label        list      dictionary  name of the class; null: unknown
     column:NAME  list      any         additional column of the list
     batch:NAME   list      dictionary  column carried by batches (``data.columns``)
-    main unit    list      dictionary  rarest unit of a transcript (``data.label_sequences``)
+    main unit    list      dictionary  rarest unit of a transcript, or rarest class of a clip's events
     role         split     dictionary  one of :data:`raydfl.data.tables.ROLES`
     pool         pools     dictionary  pool of a training clip
     client       partition dictionary  owner; null: the server, or clients that share clips
@@ -65,7 +65,7 @@ class Assignment:
 
     @property
     def strata(self) -> str:
-        """Column for partitions and splits by label: the rarest unit of a transcript, else the label."""
+        """Column for partitions and splits by label: the rarest unit of a transcript or class of events, else the label."""
         return MAIN_UNIT if MAIN_UNIT in self.clips.schema.names else "label"
 
     @property

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +24,10 @@ import torch
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.metrics import count_edits
-from raydfl.data import DataSettings, Examples, Population, join_units, list_clips
+from raydfl.data import DataSettings, Event, Examples, Population, join_units, list_clips, write_events
 from raydfl.data.features import WaveFeatures
 from raydfl.runs.inference.model import RunModel, _Run
-from raydfl.runs.inference.recordings import write_transcript
+from raydfl.runs.inference.recordings import answer, list_intervals, write_transcript
 
 PREDICTIONS_FILE = "predictions.csv"
 MISTAKES_FOLDER = "mistakes"
@@ -47,7 +49,8 @@ class PredictedClip:
     label: str
     predicted: str
     probability: float
-    """Probability of the predicted class. For a transcript the geometric mean over its tokens."""
+    """Probability of the predicted class. For a transcript the geometric mean over its tokens, for events the mean probability of
+    the decisions at all tokens."""
     recording: str = ""
     """File in the folder ``mistakes``. Empty: not kept."""
 
@@ -103,10 +106,9 @@ def read_predictions(run_dir: Path) -> list[PredictedClip]:
 def _predict(
     model: RunModel, test: Examples, manifest: pa.Table, data: DataSettings, part: str, folder: Path
 ) -> Iterator[PredictedClip]:
-    """Yield the clips of a test set, the worst mistakes first: the most confident, or the transcripts with the most edits."""
-    numbers, truth, predicted, probabilities, errors = (_transcribe if test.sequences is not None else _classify)(
-        model, test
-    )
+    """Yield the clips of a test set, the worst mistakes first: the most confident, or those with the most errors."""
+    compare = _detect if test.events is not None else _transcribe if test.sequences is not None else _classify
+    numbers, truth, predicted, probabilities, errors = compare(model, test)
     order = np.lexsort((-probabilities, -errors))
     rows = manifest.take(numbers[order]).to_pylist()
     wrong = min(_RECORDINGS, int(np.count_nonzero(errors))) if isinstance(data.features, WaveFeatures) else 0
@@ -156,3 +158,37 @@ def _transcribe(model: RunModel, test: Examples) -> _Answers:
             probabilities.append(np.exp(outputs.max(axis=1).mean()))
     errors = [count_edits(*pair) / max(1, len(pair[0])) for pair in zip(truth, predicted, strict=True)]
     return test.clips, truth, predicted, np.array(probabilities), np.array(errors)
+
+
+def _detect(model: RunModel, test: Examples) -> _Answers:
+    """Compare events. See :func:`_count_wrong_segments` for the errors."""
+    numbers, truth, predicted, probabilities, errors = np.unique(test.clips), [], [], [], []
+    for number in numbers.tolist():
+        examples = test.take(np.flatnonzero(test.clips == number))
+        outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in examples.batches(len(examples), None)])
+        values = answer(model, outputs, examples)
+        events = [
+            (onset, offset, test.classes[int(label)])
+            for onset, offset, label in cast(np.ndarray, test.events)[examples.labels[0]].tolist()
+            if label >= 0
+        ]
+        found = list_intervals(model, values)
+        truth.append(write_events(events))
+        predicted.append(write_events(found))
+        probabilities.append(np.maximum(values, 1 - values).mean())
+        errors.append(_count_wrong_segments(events, found))
+    return numbers, truth, predicted, np.array(probabilities), np.array(errors)
+
+
+def _count_wrong_segments(truth: Sequence[Event], found: Sequence[Event]) -> float:
+    """Return the fraction of wrong segments of 1 s among the segments of either, or of wrong classes without times."""
+    weak = any(math.isinf(onset) for onset, *_ in truth)
+    sets = [
+        {
+            (second, label)
+            for onset, offset, label in events
+            for second in ([0] if weak else range(int(onset), math.ceil(offset - 1e-6)))
+        }
+        for events in (truth, found)
+    ]
+    return len(sets[0] ^ sets[1]) / max(1, len(sets[0] | sets[1]))

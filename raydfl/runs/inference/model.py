@@ -86,12 +86,15 @@ class RunModel:
     @property
     def output_names(self) -> tuple[str, ...]:
         """Names of the exported graph's outputs: logits and probabilities, score, or outputs."""
-        return {"score": ("score",), "none": ("outputs",), "text": ("log_probabilities",)}.get(
-            self.objective.answers, ("logits", "probabilities")
-        )
+        return {
+            "score": ("score",),
+            "none": ("outputs",),
+            "text": ("log_probabilities",),
+            "intervals": ("probabilities",),
+        }.get(self.objective.answers, ("logits", "probabilities"))
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Compute the network's outputs, float32 [batch, classes], or [batch, tokens, classes] for transcripts.
+        """Compute the network's outputs, float32 [batch, classes], or [batch, tokens, classes] for transcripts and intervals.
 
         Args:
             x: float32 [batch, frames, bands]; for images [batch, channels, rows, columns].
@@ -102,7 +105,7 @@ class RunModel:
         """
         with torch.no_grad():
             logits: Tensor = self.network(x, lengths)
-        tokens = logits.shape[1:2] if self.objective.answers == "text" else ()
+        tokens = logits.shape[1:2] if self.objective.answers in ("text", "intervals") else ()
         if logits.shape != (len(x), *tokens, len(self.classes)):
             raise InputError(
                 f"model {self.name!r} returns an output of shape {list(logits.shape)} for {len(x)} examples and "

@@ -26,6 +26,7 @@ _MEANINGS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("set", "logits"): {},
     ("set", "probabilities"): {"what": "sigmoid of the logits, each class by itself"},
     ("score", "score"): {"what": "anomaly score (higher is more anomalous); the mean over the segments of a recording"},
+    ("intervals", "probabilities"): {"what": "probability of each class at each token, -1 after the end of an example"},
     ("none", "outputs"): {"what": "outputs of the network for a recording, without individual meanings"},
 }
 """Description of each output, by the kind of the objective's answer and the output's name."""
@@ -204,6 +205,9 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
             facts |= {name: {"begins": 0}, f"next_{name}": {"what": f"{name} for the next call"}}
     for name in model.output_names:
         facts[name] = dict(_MEANINGS[model.objective.answers, name])
+    if model.objective.answers == "intervals":
+        frames = getattr(model.network, "frames_per_token", 1)
+        facts["probabilities"]["seconds_per_token"] = frames * (model.view.features.frame_seconds or 0.0)
 
     def describe(value: Any) -> dict[str, Any]:
         tensor = value.type.tensor_type
@@ -219,7 +223,9 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
 
 
 def _describe(model: RunModel, content: bytes, file: str, difference: float, more: Mapping[str, Any]) -> dict[str, Any]:
-    set_threshold = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
+    set_threshold = (
+        getattr(model.objective, "threshold", None) if model.objective.answers in ("set", "intervals") else None
+    )
     against = "predict" if "sample_rate" in more else "pytorch"
     return {
         "format": 1,

@@ -24,7 +24,7 @@ from torch import Tensor
 from raydfl.core.errors import DataError, InputError, RaydflError
 from raydfl.core.isolation import call_isolated
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.data import Examples, Frames, escape_path, has_decoder, read_audio, read_image, segments
+from raydfl.data import Event, Examples, Frames, escape_path, has_decoder, read_audio, read_image, segments
 from raydfl.data.features import (
     BY_TRAINING_CLIPS,
     FeatureExtractor,
@@ -76,15 +76,17 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: np.ndarray
     """float64 [classes], or [1] for a score. Probabilities of a single class add up to 1. For a transcript: their logarithms,
-    [tokens, classes]. Empty after an error."""
+    [tokens, classes]. For events: [tokens, classes]. Empty after an error."""
     error: str = ""
     """Reason why prediction failed. Empty: it succeeded."""
     answers: str = "class"
-    """Kind of the objective's answer: "class", "set" (several classes), "score" or "text" (a transcript)."""
+    """Kind of the objective's answer: "class", "set" (several classes), "score", "text" (a transcript) or "intervals" (events)."""
     labels: tuple[str, ...] = ()
     """Predicted classes of a "set". Empty for a single class: see :attr:`label`."""
     text: str = ""
     """Transcript of the recording. Empty for other answers."""
+    intervals: tuple[Event, ...] = ()
+    """Events in the recording: onset and offset in seconds, and class. Empty for other answers."""
     model: str = ""
     """Name of the predicting model, if it varies between recordings."""
     threshold: Threshold | None = None
@@ -102,13 +104,13 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, the first among equals. Empty after an error, and for a transcript."""
-        return "" if self.error or self.answers == "text" else self.top(1)[0][0]
+        """The most probable class, the first among equals. Empty after an error, and for a transcript or events."""
+        return "" if self.error or self.answers in ("text", "intervals") else self.top(1)[0][0]
 
     @property
     def probability(self) -> float:
-        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript."""
-        return float("nan") if self.error or self.answers == "text" else self.top(1)[0][1]
+        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript or events."""
+        return float("nan") if self.error or self.answers in ("text", "intervals") else self.top(1)[0][1]
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` most probable classes with their probabilities, most probable first."""
@@ -163,6 +165,7 @@ def predictions(model: RunModel, sources: Sequence[Source]) -> Iterator[Predicti
                     answers=objective.answers,
                     labels=labels,
                     text=text,
+                    intervals=tuple(list_intervals(model, values)) if objective.answers == "intervals" else (),
                     threshold=model.threshold,
                 )
 
@@ -265,7 +268,8 @@ class FrontEnd:
 
     def probabilities(self, matrix: np.ndarray) -> np.ndarray:
         """Compute the answer averaged over segments: probabilities float64 [classes], or the score float64 [1]."""
-        return answer(self._model, torch.cat([self._model.logits(*batch) for batch in self.inputs(matrix)]))
+        outputs = torch.cat([self._model.logits(*batch) for batch in self.inputs(matrix)])
+        return answer(self._model, outputs, self._make_examples(matrix))
 
     def inputs(self, matrix: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the network's inputs ``x`` and ``lengths`` for batches of a recording's segments."""
@@ -292,16 +296,26 @@ class FrontEnd:
         offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
         store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
         zeros = np.zeros(len(starts), np.int64)  # recordings have no labels and no clip numbers
-        return Examples({FIRST_VIEW: Frames(store, starts, counts, length, pipeline)}, zeros, zeros)
+        view = Frames(store, starts, counts, length, pipeline)
+        return Examples({FIRST_VIEW: view}, zeros, zeros, frame_seconds=settings.frame_seconds or 0.0)
 
 
-def answer(model: RunModel, logits: Tensor) -> np.ndarray:
+def answer(model: RunModel, logits: Tensor, examples: Examples | None = None) -> np.ndarray:
     """Compute the objective's answer for a recording, float64 [classes], from the logits of its segments.
+
+    Args:
+        model: Model of a run.
+        logits: Outputs of the model, float32 [segments, ...].
+        examples: The segments. ``None``: the answer does not depend on their times.
 
     Raises:
         RaydflError: The answer is not finite.
     """
-    values: np.ndarray = model.objective.answer_of_clip(logits.double()).numpy()
+    objective, outputs = model.objective, logits.double()
+    if examples is None:
+        values: np.ndarray = objective.answer_of_clip(outputs).numpy()
+    else:
+        values = objective.answer_of_examples(outputs, examples, model.network).numpy()
     if not np.isfinite(values).all():
         raise RaydflError("the model's output is not finite: its training diverged")
     return values
@@ -312,6 +326,11 @@ def write_transcript(model: RunModel, values: np.ndarray) -> str:
     transcripts = model.data.label_sequences
     joint = "" if transcripts is None else transcripts.joint
     return model.objective.transcript(values, model.classes[1:], joint)  # the first class is the blank
+
+
+def list_intervals(model: RunModel, values: np.ndarray) -> list[Event]:
+    """Return the events in a recording from the objective's answer, float64 [tokens, classes]."""
+    return model.objective.intervals(values, model.classes, model.network, model.view.features.frame_seconds or 0.0)
 
 
 def attempt(function: Callable[[Argument], np.ndarray], argument: Argument, file: Path) -> np.ndarray | str:

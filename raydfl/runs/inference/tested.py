@@ -52,7 +52,7 @@ def score_tests(
 ) -> Path:
     """Score the test clips of a run with the clients' and the shared model, and write ``scores.csv``.
 
-    For classes and transcripts, predict the server's test clips instead, and write ``predictions.csv``
+    For classes, transcripts and events, predict the server's test clips instead, and write ``predictions.csv``
     (:mod:`raydfl.runs.inference.mistakes`).
 
     Args:
@@ -74,7 +74,7 @@ def score_tests(
     run = _Run(folder, trust, best)
     if run.config.data.sites:
         raise InputError(f"the test clips of {folder} are at its sites (data.sites). Score them there.")
-    if run.method.objective.answers in ("class", "text"):
+    if run.method.objective.answers in ("class", "text", "intervals"):
         return predict_tests(run, model)
     if run.method.objective.answers != "score":
         raise InputError(f"{folder} was trained for sets of classes. Omit --test.")

@@ -32,7 +32,7 @@ def show_mistakes(run: RunRecord) -> Section:
     """List the test clips with the most confident wrong predictions, with players, and the worst speakers and classes."""
     clips = read_predictions(run.folder)
     wrong = [clip for clip in clips if clip.label != clip.predicted]
-    left = _EMBEDDED
+    left, events = _EMBEDDED, run.headline == "psds1"
     rows = []
     for clip in wrong[:_CLIPS]:
         player, size = _make_player(run.folder, clip.recording, left)
@@ -43,20 +43,22 @@ def show_mistakes(run: RunRecord) -> Section:
                 _draw_spectrogram(run.folder, clip.recording),
                 clip.clip,
                 clip.group,
-                clip.label,
-                clip.predicted,
+                *(text.replace("|", ", ") if events else text for text in (clip.label, clip.predicted)),
                 f"{100 * clip.probability:.0f} %",
             )
         )
     transcripts = run.headline == "cer"
-    notes = [*_list_worst("Speakers", clips, lambda clip: clip.group)]
-    notes += [] if transcripts else _list_worst("Classes", clips, lambda clip: clip.label)
+    notes = [] if events else [*_list_worst("Speakers", clips, lambda clip: clip.group)]
+    notes += [] if transcripts or events else _list_worst("Classes", clips, lambda clip: clip.label)
     order = "the largest share of edits" if transcripts else "the most confident"
+    hint = f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), {order} first."
+    if events:  # times are hardly ever exact
+        hint = f"The worst of {len(clips):,} test clips (predictions.csv), by the fraction of wrong segments of 1 s."
     return Section(
         "Mistakes",
         headings=("listen", "spectrogram", "clip", "speaker", "truth", "prediction", "probability"),
         rows=rows,
-        hint=f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), {order} first.",
+        hint=hint,
         notes=notes,
     )
 

@@ -140,7 +140,6 @@ class StackedBatches:
                 labels[step, client, : len(index)] = source.labels[index]
                 for name, column in columns.items():
                     column[step, client, : len(index)] = source.columns[name][index]
-        self._labels = torch.from_numpy(examples[0].targets(labels)).to(device)
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         filled = real.astype(np.float32)
@@ -152,6 +151,8 @@ class StackedBatches:
             name: _StackedView([source.views[name] for source in examples], plans, real.shape, device, seeds, first)
             for name in examples[0].views
         }
+        starts = None if examples[0].events is None else next(iter(self._views.values())).find_starts(real.shape)
+        self._labels = torch.from_numpy(examples[0].targets(labels, starts)).to(device)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -221,6 +222,14 @@ class _StackedView:
         """Mask of the examples with this view, bool [steps, clients, batch]. ``None``: every example has it."""
         self._transforms = None if plain else _Transforms(views, self._windows, drawn, shape, device)
         self._resident = ResidentFrames(views, plans, self._windows, shape[2], device) if device.type != "cpu" else None
+
+    def find_starts(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the first frame of each example in its clip, int64 [steps, clients, batch]."""
+        starts = np.zeros(shape, np.int64)
+        for client, (view, windows) in enumerate(zip(self._views, self._windows, strict=True)):
+            for step, (rows, _) in enumerate(windows):
+                starts[step, client, : len(rows)] = view.find_starts(rows)
+        return starts
 
     def features(self, step: int, clients: int, width: int) -> Tensor:
         """Assemble the features of a step for the first clients: float32 [clients, width, frames, bands]."""

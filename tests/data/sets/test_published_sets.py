@@ -53,7 +53,7 @@ def build_dataset(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
 ROOTED = [
     *("ambient_contexts", "cifar10", "crema_d", "dcase2020_task2", "dcase2023_task2", "emnist", "emodb", "esc"),
     *("fashion_mnist", "folder", "fsd50k", "fsdd", "iemocap", "mimii", "mimii_dg", "mimii_due", "mnist", "ravdess"),
-    *("huggingface", "lhotse", "webdataset", "librispeech", "common_voice", "fsdd_strings"),
+    *("huggingface", "lhotse", "webdataset", "librispeech", "common_voice", "fsdd_strings", "soundscapes", "desed"),
     *("activitynet", "speech_commands", "svhn", "toyadmos", "ucf101", "urbansound8k", "voxforge"),
 ]
 
@@ -140,6 +140,19 @@ COMMON_VOICE: Files = {
     "dev.tsv": "client_id\tpath\tsentence\n",
     "test.tsv": "client_id\tpath\tsentence\ncy\tc.mp3\tThree\n",
     "validated.tsv": "client_id\tpath\tsentence\nada\ta.mp3\tHi\n",
+}
+DESED: Files = {
+    "metadata/train/weak.tsv": "filename\tevent_labels\na.wav\tSpeech,Cat\nb.wav\tDog\n",
+    "metadata/train/synthetic21_train/soundscapes.tsv": "filename\tonset\toffset\tevent_label\n0.wav\t3.2\t10.0\tDog\n"
+    "0.wav\t0.05\t1.5\tCat\n",
+    "metadata/validation/validation.tsv": "filename\tonset\toffset\tevent_label\nv.wav\t0\t0.25\tDog\nw.wav\t\t\t\n",
+    **{
+        f"audio/{name}": "not opened"
+        for name in (
+            *("train/weak/a.wav", "train/weak/b.wav", "train/synthetic21_train/soundscapes/0.wav"),
+            *("validation/validation/v.wav", "validation/validation/w.wav"),
+        )
+    },
 }
 VOTES = (
     '"","FileName","VoiceVote","VoiceLevel","FaceVote","FaceLevel","MultiModalVote","MultiModalLevel"\n'
@@ -282,6 +295,17 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
             ],
         ),
         ("common_voice", COMMON_VOICE, {"lists": ("validated",)}, "label group split", [("Hi", "ada", None)]),
+        (
+            *("desed", DESED, {}, "clip label split"),
+            [
+                ("audio/train/weak/a.wav", "Cat|Speech", "train"),
+                ("audio/train/weak/b.wav", "Dog", "train"),
+                ("audio/train/synthetic21_train/soundscapes/0.wav", "0.05-1.5 Cat|3.2-10 Dog", "train"),
+                ("audio/validation/validation/v.wav", "0-0.25 Dog", "test"),
+                ("audio/validation/validation/w.wav", "|", "test"),
+            ],
+        ),
+        ("desed", DESED, {"train": ("train/weak",), "test": ()}, "label split", [("Cat|Speech", None), ("Dog", None)]),
         ("fsdd", FSDD, {"test_takes": 0}, "take split", [(7, None), (0, None)]),
         (
             *("crema_d", CREMA, {"test_folds": (2,)}, "label group sentence level fold split"),
@@ -479,6 +503,20 @@ def test_small_trees_are_listed_in_their_published_layout(
             {f"UCF-101/{VIDEOS[2]}": ""},
             {},
             "the 1 videos in .* are of classes without sound. .*data.classes=all",
+        ),
+        (
+            "desed",
+            DESED,
+            {"train": ("train/strong",)},
+            r"there is no metadata/train/strong.tsv in .*Expected metadata/train",
+        ),
+        (
+            *(
+                "desed",
+                DESED | {"metadata/train/weak.tsv": "filename\tonset\toffset\tevent_label\na.wav\t2\t1\tDog\n"},
+                {},
+            ),
+            r"DESED: line 2 of .*weak.tsv: clip 'a.wav': event 'Dog' from 2 s to 1 s has no length",
         ),
         ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3. Choose from 1, 2"),
     ],

@@ -271,6 +271,7 @@ def test_spoken_words_with_and_without_noise(tiny: Tiny) -> None:
         ),
         (["data.label_sets={}", "objective=multi_label"], "objective: data.corrupt.canaries audits"),
         (["data.label_sequences={}", "objective=transcribe"], "objective: data.corrupt.canaries audits"),
+        (["data.events={}", "objective=events"], "objective: data.corrupt.canaries audits"),
         (["data.unlabelled={keep: 0.5}"], "data.unlabelled: .* several pools have no common audit"),
         (["data.parts={low: {speakers: 4}, high: {classes: 5}}"], "data.parts: .* have no common audit"),
         (["method.rule={name: gaussian, noise: 1.0}"], "method.rule: .* gaussian protects clients"),

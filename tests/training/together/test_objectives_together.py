@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "contrast": [{"size": 4, "frames": 5}],
     "identify": [{"size": 4, "machines": 3}],
     "transcribe": [{}],
+    "events": [{}, {"times": False}],
 }
 CASES = [
     pytest.param({"name": name, **options}, id=f"{name}-{i}")
@@ -68,9 +69,12 @@ def make_labels_for_objective(request: pytest.FixtureRequest, monkeypatch: pytes
             return dataclasses.replace(examples, sets=sets)
         if setting["name"] == "transcribe":
             return dataclasses.replace(examples, sequences=np.array([[0, 1], [2, -1], [-1, -1]], np.int32))
+        if setting["name"] == "events":
+            events = [[(0.02, 0.055, 0), (0.04, 0.1, 2)], [(-np.inf, np.inf, 1), (0, 0, -1)], [(0, 0, -1), (0, 0, -1)]]
+            return dataclasses.replace(examples, events=np.array(events), frame_seconds=0.01)
         return dataclasses.replace(examples, columns={"group": examples.labels})
 
-    if setting is not None and setting["name"] in ("multi_label", "identify", "transcribe"):
+    if setting is not None and setting["name"] in ("multi_label", "identify", "transcribe", "events"):
         monkeypatch.setattr(several_clients, "make_examples", make)
 
 
