@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ Form = Literal["table", "csv", "json"]
 
 _UNFOLDED = 10_000
 """Width of tables outside a terminal, in characters."""
+_COMPARED = 100
+"""Largest number of recordings in a table of pairs."""
 _LISTED = 10
 """Largest number of unreadable recordings to name in the error."""
 
@@ -43,7 +46,7 @@ def show(
         form: output format.
         heading: text above a table.
         out: output stream. Standard output by default.
-        answers: type of the predictions: "class", "set", "score" or "text".
+        answers: type of the predictions: "class", "set", "score", "text" or "embedding".
         several: whether to show the model of each prediction. Only for classes.
 
     Raises:
@@ -60,6 +63,8 @@ def show(
         writers |= {"csv": _write_set_csv, "table": _write_set_table}
     elif answers == "text":
         writers |= {"csv": _write_text_csv, "table": _write_text_table}
+    elif answers == "embedding":
+        writers |= {"csv": _write_embedding_csv, "table": _write_cosine_table}
     elif several:
         writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
@@ -87,6 +92,8 @@ def format_answer(prediction: Prediction) -> str:
         return ", ".join(prediction.labels) or "-"
     if prediction.answers == "text":
         return prediction.text or "-"
+    if prediction.answers == "embedding":
+        return " ".join(f"{value:.3f}" for value in prediction.embedding)
     return f"{prediction.label} {100 * prediction.probability:.0f} %"
 
 
@@ -100,7 +107,8 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     Returns:
         ``file``, ``label``, ``probability`` and ``top`` for a class; ``file``, ``labels`` and ``top`` for a set of classes;
         ``file`` and ``score`` for a score, with ``decision``, ``threshold`` and ``threshold_origin`` if there is a threshold;
-        ``file`` and ``text`` for a transcript; ``file`` and ``error`` for an unreadable recording.
+        ``file`` and ``text`` for a transcript; ``file`` and ``embedding`` (a list of numbers) for an embedding; ``file`` and
+        ``error`` for an unreadable recording.
     """
     if prediction.error:
         return {"file": escape_path(prediction.file), "error": prediction.error}
@@ -108,6 +116,8 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         return {"file": escape_path(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
     if prediction.answers == "text":
         return {"file": escape_path(prediction.file), "text": prediction.text}
+    if prediction.answers == "embedding":
+        return {"file": escape_path(prediction.file), "embedding": prediction.embedding.tolist()}
     answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         answer = {"labels": list(prediction.labels)}
@@ -193,6 +203,39 @@ def _write_text_table(found: Iterable[Prediction], _: int, heading: str, out: Te
     folder, named = _name_files(found)
     for name, prediction in named:
         table.add_row(Text(name), Text(prediction.text or "-"))
+    _print(table, heading, folder, out)
+
+
+def _write_embedding_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
+    """Write CSV: a column for each value of the embedding."""
+    writer = csv.writer(out, lineterminator="\n")
+    for number, item in enumerate(found):
+        if not number:
+            writer.writerow(["file", *item.classes, "error"])
+        cells = [""] * len(item.classes) if item.error else item.embedding.tolist()
+        writer.writerow([escape_path(item.file), *cells, item.error])
+
+
+def _write_cosine_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
+    """Write the cosine of each pair of recordings, or the embedding of a single recording.
+
+    Raises:
+        InputError: too many recordings for a table of pairs.
+    """
+    folder, named = _name_files(found)
+    readable = [(name, item) for name, item in named if not item.error]
+    if len(readable) > _COMPARED:
+        raise InputError(
+            f"{len(readable)} recordings have too many pairs for a table. Write their embeddings with --csv or --json, or name at "
+            f"most {_COMPARED} recordings."
+        )
+    if len(readable) == 1:
+        heading += f"\nembedding of {readable[0][0]}: {format_answer(readable[0][1])}"
+    table = Table("file", "compared with", "cosine", box=None, pad_edge=False)
+    for column in table.columns[:2]:
+        column.overflow = "fold"
+    for (name, item), (other, compared) in itertools.combinations(readable, 2):
+        table.add_row(Text(name), Text(other), Text(f"{item.embedding @ compared.embedding:.3f}"))
     _print(table, heading, folder, out)
 
 

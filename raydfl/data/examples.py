@@ -154,6 +154,8 @@ class Examples:
     """int32 [labels, longest]: the classes of each label in order, -1 after the end; ``None``: labels are not transcripts."""
     joint: str = ""
     """Text between two classes of a transcript."""
+    trials: np.ndarray | None = None
+    """int32 [trials, 3]: two clips, and 1 for equal or 0 for different speakers (``data.trials``); ``None``: no file."""
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -19,6 +19,7 @@ from raydfl.data.shards import Shard
 from raydfl.data.steps.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.tables import POOLED, Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
+from raydfl.data.trials import TRIALS
 
 CLEAN = 0
 """Index of the store with clean features."""
@@ -192,4 +193,5 @@ class Part:
             self.sets,
             self.sequences,
             "" if self.transcripts is None else self.transcripts.joint,
+            self.tables.arrays.get(TRIALS),
         )

@@ -85,10 +85,13 @@ class RunModel:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the exported graph's outputs: logits and probabilities, score, or outputs."""
-        return {"score": ("score",), "none": ("outputs",), "text": ("log_probabilities",)}.get(
-            self.objective.answers, ("logits", "probabilities")
-        )
+        """Names of the exported graph's outputs: logits and probabilities, score, embedding, or outputs."""
+        return {
+            "score": ("score",),
+            "none": ("outputs",),
+            "text": ("log_probabilities",),
+            "embedding": ("embedding",),
+        }.get(self.objective.answers, ("logits", "probabilities"))
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Compute the network's outputs, float32 [batch, classes], or [batch, tokens, classes] for transcripts.

@@ -76,11 +76,11 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: np.ndarray
     """float64 [classes], or [1] for a score. Probabilities of a single class add up to 1. For a transcript: their logarithms,
-    [tokens, classes]. Empty after an error."""
+    [tokens, classes]. For an embedding: its values, [size], of length 1. Empty after an error."""
     error: str = ""
     """Reason why prediction failed. Empty: it succeeded."""
     answers: str = "class"
-    """Kind of the objective's answer: "class", "set" (several classes), "score" or "text" (a transcript)."""
+    """Kind of the objective's answer: "class", "set" (several classes), "score", "text" (a transcript) or "embedding"."""
     labels: tuple[str, ...] = ()
     """Predicted classes of a "set". Empty for a single class: see :attr:`label`."""
     text: str = ""
@@ -102,13 +102,18 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, the first among equals. Empty after an error, and for a transcript."""
-        return "" if self.error or self.answers == "text" else self.top(1)[0][0]
+        """The most probable class, the first among equals. Empty after an error, for a transcript and for an embedding."""
+        return "" if self.error or self.answers in ("text", "embedding") else self.top(1)[0][0]
 
     @property
     def probability(self) -> float:
-        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript."""
-        return float("nan") if self.error or self.answers == "text" else self.top(1)[0][1]
+        """Probability of :attr:`label`, 0 to 1. NaN after an error, for a transcript and for an embedding."""
+        return float("nan") if self.error or self.answers in ("text", "embedding") else self.top(1)[0][1]
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """Embedding of the recording, float64 [size], of length 1. Empty for other answers and after an error."""
+        return self.probabilities if self.answers == "embedding" else np.zeros(0)
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` most probable classes with their probabilities, most probable first."""
