@@ -45,6 +45,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
     "identify": (MACHINES, *IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [normal]}"),
     "transcribe": ("data.label_sequences={}", "objective=transcribe"),
+    "verify": ("objective={name: verify, size: 4, ramp: 1}",),
 }
 HEADLINES = {
     "classify": "accuracy",
@@ -54,6 +55,7 @@ HEADLINES = {
     "contrast": "accuracy",
     "identify": "auc",
     "transcribe": "cer",
+    "verify": "eer",
 }
 
 Tiny = Callable[..., Config]
