@@ -20,8 +20,8 @@ works with every method.
 Tests need no class of training, because they compare clips with each other. The embedding of a clip is the mean over its segments,
 scaled to length 1. Trials are all pairs of a test set's clips, or the pairs of ``data.trials``. A test with more than ``pairs``
 pairs draws at most half of this number from the pairs of one speaker and half from the rest, equally in all runs. The proportion of
-both kinds changes neither score. ``eer`` is the equal error rate, and ``min_dcf`` the minimum detection cost
-(:func:`raydfl.core.metrics.ranking_metrics`).
+both kinds changes neither score. ``eer`` is the equal error rate. ``min_dcf`` is NIST's minimum detection cost with p = 0.01 and
+costs of 1: min over thresholds of (p miss + (1 - p) false alarm) / p.
 
 Privacy: rows w_c are sent and averaged like the network (``model/objective.weight``), so a client's update names its speakers.
 Embeddings of test clips never leave a client.
