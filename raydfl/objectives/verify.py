@@ -109,11 +109,10 @@ class Verify(Objective):
         """
         if not population.has_clips:
             return []
-        trained = int((population.class_counts() > 0).sum())
-        if trained < 2:
+        if np.count_nonzero(population.class_counts()) < 2:
             raise DataError(
-                f"objective: verify learns to separate speakers, but the training clips have {trained}. Labels are speakers: set "
-                f"data.label_from=group, or change data.split."
+                "objective: verify needs training clips of two or more speakers, but they have a single label. Labels are speakers: "
+                "set data.label_from=group, or change data.split."
             )
         remarks = []
         single = _count_clients(population, "train", lambda counts: (counts > 0).sum(axis=1) == 1)
@@ -122,10 +121,9 @@ class Verify(Objective):
                 f"{single:,} of {len(population):,} clients have clips of one speaker only, so embeddings of all speakers may "
                 f"collapse. Set objective.spread above 0, or give clients several speakers with data.partition."
             )
-        at_server = population.test if population.stores else None
-        if at_server is not None and len(at_server):
-            self._check_test(at_server)
-        return [*remarks, *self._check_client_tests(population, at_server is not None and len(at_server) > 0)]
+        if len(population.test):
+            self._check_test(population.test)
+        return [*remarks, *self._check_client_tests(population)]
 
     def _check_test(self, test: Examples) -> None:
         """Reject a test set of the server without trials of both kinds."""
@@ -147,7 +145,7 @@ class Verify(Objective):
             "data.split: no speaker has two clips in the test set, so no trial has the same speaker. Hold out more clips."
         )
 
-    def _check_client_tests(self, population: Population, has_test: bool) -> Sequence[str]:
+    def _check_client_tests(self, population: Population) -> Sequence[str]:
         """Warn about clients whose test has no trials of both kinds.
 
         Raises:
@@ -163,7 +161,7 @@ class Verify(Objective):
             f"{tested - usable:,} of {tested:,} clients have no trials of both kinds in their own test, because these need two "
             f"speakers and two clips of a speaker"
         )
-        if not usable and not has_test:
+        if not usable and not len(population.test):
             raise DataError(f"data.split.client_test: {text}. Test at the server with data.split.test.")
         return [f"{text}. They do not count in the scores."] * (usable < tested)
 

@@ -29,6 +29,7 @@ from raydfl.core.metrics import pool, summarise
 from raydfl.core.types import Scores
 from raydfl.data import Examples
 from raydfl.data.population import Population
+from raydfl.data.shards import Shard, cut_shards, join_shards
 from raydfl.data.trials import TRIALS
 from raydfl.engine.config import Config
 from raydfl.objectives.verify import Verify, add_margin, measure_closeness
@@ -179,6 +180,17 @@ def test_trials_of_a_file_use_the_clips_of_the_examples() -> None:
     np.testing.assert_allclose(values, [0.6, 0.8, 1.0], atol=1e-7)
     assert truth.tolist() == [True, False, True]
     assert Verify(size=3).metrics(outputs[:1], make_clips([0], trials=[[5, 99, 1]])) == {}
+
+
+def test_joined_shards_have_all_examples_of_each_split_and_place() -> None:
+    cut = cut_shards({"test": np.arange(1300), "triggered": np.arange(3)})
+    assert len(cut) == 4
+    there = [Shard("test", 0, 5, "there"), Shard("test", 5, 9, "there")]
+    assert join_shards([*cut, *there]) == [
+        Shard("test", 0, 1300, ""),
+        Shard("triggered", 0, 3, ""),
+        Shard("test", 0, 9, "there"),
+    ]
 
 
 def test_many_pairs_are_drawn_without_repetition_and_equally_in_all_runs() -> None:
@@ -376,7 +388,7 @@ def test_a_file_of_trials_decides_the_scores(tiny: Tiny, tmp_path: Path) -> None
         (
             ("data.label_from=null", "data.leave_out=[word1]"),
             DataError,
-            "the training clips have 1. .* data.label_from",
+            "they have a single label. .* data.label_from",
         ),
         (("data.label_from=nobody",), DataError, "data.label_from: the recordings have no column 'nobody'"),
         (("data.speakers=5", "data.tested=1"), DataError, "data.split: all clips .* are of the speaker 'v4'"),
