@@ -111,8 +111,8 @@ class Verify(Objective):
             return []
         if np.count_nonzero(population.class_counts()) < 2:
             raise DataError(
-                "objective: verify needs training clips of two or more speakers, but they have a single label. Labels are speakers: "
-                "set data.label_from=group, or change data.split."
+                "objective: verify needs training clips of two or more speakers, but they have a single label. Labels are "
+                "speakers: set data.label_from=group, or change data.split."
             )
         remarks = []
         single = _count_clients(population, "train", lambda counts: (counts > 0).sum(axis=1) == 1)
