@@ -71,7 +71,7 @@ def predict_command(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Predict classes, sets of classes or anomaly scores with a model of the run in DIR.
+    """Predict classes, sets, transcripts, anomaly scores or embeddings with a model of the run in DIR.
 
     Recordings are wav, flac, ogg, opus, mp3, aiff and more, at any sample rate and number of channels. Models of images read
     images. Videos need the extra "video". Unreadable files are listed at the end, with exit code 2.

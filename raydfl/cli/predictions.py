@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ Form = Literal["table", "csv", "json"]
 
 _UNFOLDED = 10_000
 """Width of tables outside a terminal, in characters."""
+_COMPARED = 100
+"""Largest number of recordings in a table of pairs."""
 _LISTED = 10
 """Largest number of unreadable recordings to name in the error."""
 
@@ -43,7 +46,7 @@ def show(
         form: output format.
         heading: text above a table.
         out: output stream. Standard output by default.
-        answers: type of the predictions: "class", "set", "score", "text" or "intervals".
+        answers: type of the predictions: "class", "set", "score", "text", "intervals" or "embedding".
         several: whether to show the model of each prediction. Only for classes.
 
     Raises:
@@ -62,6 +65,8 @@ def show(
         writers |= {"csv": _write_text_csv, "table": _write_text_table}
     elif answers == "intervals":
         writers |= {"csv": _write_events_csv, "table": _write_events_table}
+    elif answers == "embedding":
+        writers |= {"csv": _write_embedding_csv, "table": _write_cosine_table}
     elif several:
         writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
@@ -91,6 +96,8 @@ def format_answer(prediction: Prediction) -> str:
         return prediction.text or "-"
     if prediction.answers == "intervals":
         return ", ".join(f"{label} {onset:.2f}-{offset:.2f} s" for onset, offset, label in prediction.intervals) or "-"
+    if prediction.answers == "embedding":
+        return " ".join(f"{value:.3f}" for value in prediction.embedding)
     return f"{prediction.label} {100 * prediction.probability:.0f} %"
 
 
@@ -105,6 +112,7 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         ``file``, ``label``, ``probability`` and ``top`` for a class; ``file``, ``labels`` and ``top`` for a set of classes;
         ``file`` and ``score`` for a score, with ``decision``, ``threshold`` and ``threshold_origin`` if there is a threshold;
         ``file`` and ``text`` for a transcript; ``file`` and ``events`` (``onset``, ``offset``, ``label``) for events; ``file`` and
+        ``embedding`` (a list of numbers) for an embedding; ``file`` and
         ``error`` for an unreadable recording.
     """
     if prediction.error:
@@ -116,6 +124,8 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     if prediction.answers == "intervals":
         events = [dict(zip(_EVENT, _round(event), strict=True)) for event in prediction.intervals]
         return {"file": escape_path(prediction.file), "events": events}
+    if prediction.answers == "embedding":
+        return {"file": escape_path(prediction.file), "embedding": prediction.embedding.tolist()}
     answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         answer = {"labels": list(prediction.labels)}
@@ -229,6 +239,39 @@ def _write_events_table(found: Iterable[Prediction], _: int, heading: str, out: 
             table.add_row(
                 *map(Text, (name, *("" if time is None else f"{time:.2f}" for time in (onset, offset)), label))
             )
+    _print(table, heading, folder, out)
+
+
+def _write_embedding_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
+    """Write CSV: a column for each value of the embedding."""
+    writer = csv.writer(out, lineterminator="\n")
+    for number, item in enumerate(found):
+        if not number:
+            writer.writerow(["file", *item.classes, "error"])
+        cells = [""] * len(item.classes) if item.error else item.embedding.tolist()
+        writer.writerow([escape_path(item.file), *cells, item.error])
+
+
+def _write_cosine_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
+    """Write the cosine of each pair of recordings, or the embedding of a single recording.
+
+    Raises:
+        InputError: too many recordings for a table of pairs.
+    """
+    folder, named = _name_files(found)
+    readable = [(name, item) for name, item in named if not item.error]
+    if len(readable) > _COMPARED:
+        raise InputError(
+            f"{len(readable)} recordings have too many pairs for a table. Write their embeddings with --csv or --json, or name at "
+            f"most {_COMPARED} recordings."
+        )
+    if len(readable) == 1:
+        heading += f"\nembedding of {readable[0][0]}: {format_answer(readable[0][1])}"
+    table = Table("file", "compared with", "cosine", box=None, pad_edge=False)
+    for column in table.columns[:2]:
+        column.overflow = "fold"
+    for (name, item), (other, compared) in itertools.combinations(readable, 2):
+        table.add_row(Text(name), Text(other), Text(f"{item.embedding @ compared.embedding:.3f}"))
     _print(table, heading, folder, out)
 
 

@@ -19,6 +19,7 @@ from raydfl.data import (
     StoredView,
     Tables,
     encode,
+    join_shards,
     make_empty_clips,
     natural_order,
 )
@@ -74,10 +75,8 @@ class SiteReport:
             whole: Join the shards of each split, because its metrics need all examples at once.
         """
         shards: dict[str, list[tuple[int, int]]] = {split: [] for split in ("test", "triggered", "server_validation")}
-        for shard in population.shards:
+        for shard in join_shards(population.shards) if whole else population.shards:
             shards[shard.split].append((shard.start, shard.stop))
-        if whole:
-            shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
         columns = {key: population.column(key) for key, entry in data.profile.items() if entry.column is not None}
         first = population.views[FIRST_VIEW]
         return cls(

@@ -105,7 +105,8 @@ def prepare_site_part(
     config.check_needs({part: population.pools})
     population.save(target)
     # A site with a policy sends the metrics of all test clips at once.
-    whole = config.components.method.objective.answers in ("set", "score") or find_policy(site) is not None
+    objective = config.components.method.objective
+    whole = objective.answers in ("set", "score") or objective.compares_clips or find_policy(site) is not None
     return SiteReport.from_population(site, population, data, whole)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from raydfl.controls._classification import measure_classifiers
 from raydfl.controls._control import Control
 from raydfl.controls._detection import measure_detectors
+from raydfl.controls._verification import measure_verifiers
 from raydfl.core.part_names import qualify
 from raydfl.core.seeds import generator
 from raydfl.data import Population
-from raydfl.objectives import AnomalyObjective, Objective
+from raydfl.objectives import AnomalyObjective, Objective, Verify
 
 
 def measure_controls(population: Population, objective: Objective, seed: int) -> tuple[list[Control], str]:
@@ -49,4 +50,6 @@ def _measure_part(data: Population, objective: Objective, rng: np.random.Generat
         return measure_detectors(data, objective, rng)
     if objective.answers in ("class", "set"):
         return measure_classifiers(data, rng)
+    if isinstance(objective, Verify):
+        return measure_verifiers(data, objective, rng)
     return [], f"No raw-feature control for the objective {type(objective).__name__.lower()}."

@@ -44,7 +44,8 @@ SCORES: Mapping[str, Score] = {
     "map": Score("mean average precision", headline=True),
     "auc": Score("AUC", headline=True),
     "pauc": Score("partial AUC"),
-    "eer": Score("equal error rate", higher_is_better=False),
+    "eer": Score("equal error rate", higher_is_better=False, headline=True),
+    "min_dcf": Score("minimum detection cost", higher_is_better=False, share=False, unit="relative"),
     "dcase": Score("DCASE score", drawn=False),
     "f1": Score("F1"),
     "precision": Score("precision", drawn=False),
@@ -79,11 +80,14 @@ HARMONIC_MEAN = "_harmonic_mean"
 _OF_MACHINES = ("auc", "pauc", "dcase")
 """Scores with a harmonic mean, as in DCASE over machines."""
 
-SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_success")
-"""Scores of the progress line, by base name."""
+SHOWN = (*(name for name, score in SCORES.items() if score.headline and name != "eer"), "attack_success")
+"""Scores of the progress line, by base name, in addition to the objective's headline. Runs with an AUC need no ``eer`` there."""
 
 Average = Literal["probabilities", "logits"]
 """The outputs to average over the segments of a clip."""
+
+SAME_SPEAKER = 0.01
+"""Prior probability of a positive pair in the detection cost (NIST's speaker recognition evaluations)."""
 
 MAX_FALSE_POSITIVES = 0.1
 """Upper limit of the false positive rate in the partial AUC (DCASE's p)."""
@@ -299,6 +303,8 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
     - ``f1``, ``precision`` and ``recall`` if the scores have a threshold;
     - ``dcase`` if the scores have groups (:func:`dcase_score`).
 
+    Values of pairs give only ``eer`` and ``min_dcf`` (:func:`_compute_detection_cost`).
+
     Values [clips, classes] give ``map`` and ``auc``, the means over the classes of average precision and AUC, and with a threshold
     ``macro_f1``. The means omit classes without positive or without negative clips. Scores without both kinds of clips have the
     count 0. A non-finite value makes the score NaN.
@@ -318,11 +324,18 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
     if scores.threshold is not None:
         names += ["macro_f1"] if several else ["f1", "precision", "recall"]
     names += [] if scores.groups is None else ["dcase"]
+    if scores.of_pairs:
+        names = ["eer", "min_dcf"]
     names = [name for name in names if only is None or name in only]
     if not mixed or not np.isfinite(values).all():
         return {name: Ratio(float("nan") if mixed else 0.0, clips if mixed else 0) for name in names}
     threshold, groups = scores.threshold, scores.groups
     targets, ranked = (truth[:, mixed], values[:, mixed]) if several else (truth, values)
+
+    @functools.cache
+    def find_rates() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        false_positives, true_positives, _ = sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)
+        return false_positives, true_positives
 
     @functools.cache
     def find_oracle() -> tuple[float, float, float]:
@@ -333,9 +346,8 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
         "auc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, average="macro"),
         "macro_f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, average="macro", zero_division=0),
         "pauc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, max_fpr=MAX_FALSE_POSITIVES),
-        "eer": lambda: _compute_equal_error_rate(
-            *sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)[:2]
-        ),
+        "eer": lambda: _compute_equal_error_rate(*find_rates()),
+        "min_dcf": lambda: _compute_detection_cost(*find_rates()),
         "oracle_f1": lambda: find_oracle()[0],
         "oracle_precision": lambda: find_oracle()[1],
         "oracle_recall": lambda: find_oracle()[2],
@@ -392,6 +404,16 @@ def _compute_equal_error_rate(false_positives: NDArray[np.float64], true_positiv
     stop = int(np.argmax(above >= 0))
     share = -above[stop - 1] / (above[stop] - above[stop - 1])
     return float(false_positives[stop - 1] + share * (false_positives[stop] - false_positives[stop - 1]))
+
+
+def _compute_detection_cost(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:
+    """Return NIST's minimum detection cost of a ROC curve, with costs of 1, relative to accepting or rejecting all pairs.
+
+    With the prior p = :data:`SAME_SPEAKER`: min over thresholds of (p miss + (1 - p) false alarm) / min(p, 1 - p).
+    """
+    prior = SAME_SPEAKER
+    costs = prior * (1 - true_positives) + (1 - prior) * false_positives
+    return float(costs.min()) / min(prior, 1 - prior)
 
 
 def _find_largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> tuple[float, float, float]:

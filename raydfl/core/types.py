@@ -39,19 +39,21 @@ class Ratio(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Scores of single clips, the input of ranking metrics such as AUC and mean average precision.
+    """Scores of single clips or of pairs of clips, the input of ranking metrics such as AUC and mean average precision.
 
     They never leave a client: it reports the ranking metrics.
     """
 
     values: np.ndarray
-    """float64 [clips] or [clips, classes]: higher means more likely positive."""
+    """float64 [clips], [clips, classes] or [pairs]: higher means more likely positive."""
     truth: np.ndarray
     """bool, in the shape of ``values``."""
     threshold: float | None = None
     """Clips with at least this value count as positive in F1. ``None``: no F1."""
     groups: np.ndarray | None = None
     """int64 [clips, 2]: indices of machine and domain, for DCASE's score. ``None``: unknown."""
+    of_pairs: bool = False
+    """Whether each value belongs to a pair of clips (a verification trial). Positive: both clips have the same label."""
 
     def __add__(self, other: Scores) -> Scores:
         return join_scores([self, other])

@@ -31,6 +31,7 @@ from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import place_of as place_of
 from raydfl.data.settings import qualify_error as qualify_error
 from raydfl.data.shards import Shard as Shard
+from raydfl.data.shards import join_shards as join_shards
 from raydfl.data.source import start_reader as start_reader
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import check_share as check_share

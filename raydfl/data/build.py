@@ -25,7 +25,7 @@ from raydfl.data.steps.canaries import add_canaries
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.events import contains_classes, label_events, split_events
 from raydfl.data.steps.label_sequences import contains_units, find_rarest_units, split_sequences
-from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
+from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels, replace_labels
 from raydfl.data.steps.listing import (
     MAIN_UNIT,
     UNLABELLED,
@@ -41,6 +41,7 @@ from raydfl.data.steps.profile import add_profiles
 from raydfl.data.steps.split import hold_out, split_clips
 from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, match_clients, share_clips
 from raydfl.data.tables import encode
+from raydfl.data.trials import TRIALS, read_trials
 
 Step = Callable[[Assignment], Assignment]
 STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profile", "corrupt", "poison")
@@ -78,6 +79,8 @@ def list_clips(
         manifest = keep_named_clips(manifest, data.tables.clips)
     if data.leave_out:
         manifest = leave_out_labels(manifest, data.leave_out, complete)
+    if data.label_from is not None:
+        manifest = replace_labels(manifest, data.label_from)
     if data.ungrouped == "deal" and manifest.column("group").null_count:
         manifest = deal_ungrouped(manifest, seed)
     return manifest, natural_order(manifest.column("label").unique().drop_null().to_pylist())
@@ -216,6 +219,7 @@ def _build_part(
     complete = classes is None
     manifest, listed = list_clips(data, seed, progress, complete)
     classes = listed if classes is None else classes
+    trials = None if data.trials is None else read_trials(data.trials, manifest.column("clip").to_pylist())
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)
@@ -262,4 +266,7 @@ def _build_part(
         messages.append(
             f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, the first {skipped[0][0]}"
         )
-    return assembler.build_part(features, skipped, messages)
+    part = assembler.build_part(features, skipped, messages)
+    if trials is not None:
+        part.tables.arrays[TRIALS] = trials
+    return part

@@ -165,6 +165,8 @@ class Examples:
     Events without times last from -inf to inf. ``None``: labels are not events."""
     frame_seconds: float = 0.0
     """Time between two frames of the first view, if labels are events."""
+    trials: np.ndarray | None = None
+    """int32 [trials, 3]: two clips, and 1 for equal or 0 for different speakers (``data.trials``); ``None``: no file."""
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -20,6 +20,7 @@ from raydfl.data.steps.events import contains_classes, split_events
 from raydfl.data.steps.label_sequences import LabelSequenceSettings, contains_units, split_sequences
 from raydfl.data.tables import POOLED, Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
+from raydfl.data.trials import TRIALS
 
 CLEAN = 0
 """Index of the store with clean features."""
@@ -204,4 +205,5 @@ class Part:
             "" if self.transcripts is None else self.transcripts.joint,
             self.events,
             self.frame_seconds or 0.0,
+            self.tables.arrays.get(TRIALS),
         )

@@ -104,6 +104,11 @@ class DataSettings(Settings):
         "The server's data keep all views.",
     )
     leave_out: tuple[str, ...] = Field((), description="Labels to exclude. Their clips are never read.")
+    label_from: str | None = Field(
+        None,
+        description="Column with the label of each clip: group (the speaker), or another column of the manifest. leave_out names "
+        "labels of the data set. null: the labels of the data set.",
+    )
     label_sets: LabelSetSettings | None = Field(
         None, description="Labels with several classes each. null: each label is a single class."
     )
@@ -116,6 +121,11 @@ class DataSettings(Settings):
         None,
         description="Labels with the times of events. Partitions and splits by label count a clip under its rarest class. null: "
         "labels have no times.",
+    )
+    trials: Path | None = Field(
+        None,
+        description="File with pairs of clips for the objective verify, in VoxCeleb's format: lines `1 CLIP CLIP` (same speaker) "
+        "or `0 CLIP CLIP`, with the names of the manifest. A test uses the pairs with both clips in it. null: all pairs.",
     )
     ungrouped: Literal["keep", "deal"] = Field(
         "keep",
@@ -257,6 +267,15 @@ class DataSettings(Settings):
         self._check_parts()
         if self.parts:
             return self
+        if self.label_from is not None and self.leave_out and self.sites:
+            raise ConfigError(
+                "data.leave_out names labels of the data set, but with data.label_from the sites report values of a column. Remove "
+                "either of them"
+            )
+        if self.trials is not None and self.sites:
+            raise ConfigError(
+                "data.trials names clips, but with data.sites the clips are at the sites. Remove either of them"
+            )
         if self.heads != "part":
             raise ConfigError("data.heads has no effect without data.parts. Remove data.heads, or define data.parts")
         if not self.name:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,15 @@ def cut_shards(splits: Mapping[str, np.ndarray]) -> list[Shard]:
     return [
         Shard(split, start, stop, "") for split, clips in splits.items() for start, stop in shard_ranges(clips, _SHARD)
     ]
+
+
+def join_shards(shards: Iterable[Shard]) -> list[Shard]:
+    """Join the shards of each split and place, for metrics that need all examples at once."""
+    joined: dict[tuple[str, str], Shard] = {}
+    for shard in shards:
+        first = joined.setdefault((shard.split, shard.place), shard)
+        joined[shard.split, shard.place] = replace(first, stop=shard.stop)
+    return [*joined.values()]
 
 
 def shard_ranges(clips: np.ndarray, size: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
-from raydfl.data import Population
+from raydfl.data import Population, join_shards
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.asynchrony import rebase_updates
@@ -106,7 +106,10 @@ class Federation:
             config.evaluate,
             self.method,
             self.clients,
-            {part: data.shards for part, data in population.parts.items()},
+            {
+                part: join_shards(data.shards) if self.method.objective.compares_clips else data.shards
+                for part, data in population.parts.items()
+            },
             variants,
             config.components.fine_tune.part,
             self._make_orders,

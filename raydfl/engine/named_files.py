@@ -74,7 +74,7 @@ def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
         name: Default name of the data set.
     """
     name = data.get("name", name)
-    _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
+    _resolve(data, ["cache", "trials", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
     transforms = data.get("transforms")
     for transform in transforms if isinstance(transforms, list) else ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):

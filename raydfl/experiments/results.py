@@ -419,11 +419,16 @@ def _find_controls(study: Study, contestants: Iterable[Contestant]) -> dict[tupl
 
 
 def _has_learned(contestant: Contestant, measured: Contestant | None) -> bool:
-    """Return whether the mean of the last evaluations is more than two standard errors better than chance and majority."""
+    """Return whether the mean of the last evaluations is more than two standard errors better than chance and majority.
+
+    An unknown standard error (of rankings such as the equal error rate) counts as 0.
+    """
     mean, sign = contestant.score("tail").mean, contestant.metrics[0].sign
     controls = {} if measured is None else measured.controls
     levels = [controls[name] for name in ("chance", "majority") if name in controls]
-    return math.isnan(mean) or all(sign * (mean - level.mean) > 2 * error for level, error in levels)
+    return math.isnan(mean) or all(
+        sign * (mean - level.mean) > (0.0 if math.isnan(error) else 2 * error) for level, error in levels
+    )
 
 
 def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:

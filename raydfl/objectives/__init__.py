@@ -14,5 +14,15 @@ from raydfl.objectives._reference import distances
 from raydfl.objectives.classify import Classify
 from raydfl.objectives.contrast import Contrast
 from raydfl.objectives.reconstruct import average_bins
+from raydfl.objectives.verify import Verify
 
-__all__ = ["AnomalyObjective", "Classify", "Contrast", "Objective", "average_bins", "distances", "find_objective"]
+__all__ = [
+    "AnomalyObjective",
+    "Classify",
+    "Contrast",
+    "Objective",
+    "Verify",
+    "average_bins",
+    "distances",
+    "find_objective",
+]

@@ -37,9 +37,12 @@ class Objective(StrictTypes):
     headline: ClassVar[str] = "loss"
     """Default metric for comparing runs, by the last part of its name."""
 
-    answers: ClassVar[Literal["class", "set", "score", "text", "intervals", "none"]] = "none"
+    answers: ClassVar[Literal["class", "set", "score", "text", "intervals", "embedding", "none"]] = "none"
     """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, a transcript, events with their
-    times, or none."""
+    times, an embedding, or none."""
+
+    compares_clips: ClassVar[bool] = False
+    """Whether metrics compare test clips with each other. The server then evaluates each test set at once."""
 
     @property
     def needs(self) -> Needs:

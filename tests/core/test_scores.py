@@ -158,3 +158,23 @@ def test_the_harmonic_mean_excludes_clients_without_a_defined_metric() -> None:
     summary = spread(clients)
     assert summary["model/auc_harmonic_mean"] == Ratio(pytest.approx(4 / 3), 2)
     assert summary["model/auc_client_mean"] == Ratio(1.5, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_of_pairs_match_a_loop_over_all_thresholds(seed: int) -> None:
+    scores = dataclasses.replace(draw_scores(seed, 80, ties=seed % 2 == 0), threshold=None, of_pairs=True)
+    found = ranking_metrics(scores)
+    assert set(found) == {"eer", "min_dcf"}
+    points = []
+    for threshold in [*np.unique(scores.values), np.inf]:
+        accepted = scores.values >= threshold
+        points.append((accepted[~scores.truth].mean(), (~accepted[scores.truth]).mean()))
+    costs = [(0.01 * misses + 0.99 * alarms) / min(0.01, 0.99) for alarms, misses in points]
+    assert found["min_dcf"].value == pytest.approx(min(costs), abs=1e-12)
+    assert found["min_dcf"].value <= 1  # rejecting all pairs costs 1
+    # Both rates cross on the segment between two neighbouring thresholds.
+    (a, b), (c, d) = next(
+        pair for pair in itertools.pairwise(points[::-1]) if pair[0][0] < pair[0][1] and pair[1][0] >= pair[1][1]
+    )
+    share = (b - a) / ((b - a) + (c - d))
+    assert found["eer"].value == pytest.approx(a + share * (c - a), abs=1e-12)

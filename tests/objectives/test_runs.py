@@ -51,6 +51,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("data.groups=4", "data.features.seconds=1.2", "data.split={test: {by: split}, validation: 0.2}"),
         *("data.events={}", "objective=events"),
     ),
+    "verify": ("objective={name: verify, size: 4, ramp: 1}",),
 }
 HEADLINES = {
     "classify": "accuracy",
@@ -61,6 +62,7 @@ HEADLINES = {
     "identify": "auc",
     "transcribe": "cer",
     "events": "psds1",
+    "verify": "eer",
 }
 
 Tiny = Callable[..., Config]

@@ -49,6 +49,7 @@ def write_run(
     raw: float | None = None,
     lr: float = 0.1,
     total: int | None = None,
+    score: str = "accuracy",
     **settings: Any,
 ) -> Path:
     """Write a run of four equal classes with an evaluation in each round.
@@ -62,6 +63,7 @@ def write_run(
         raw: Accuracy of raw features.
         lr: Learning rate.
         total: Configured rounds. Defaults to the number of accuracies.
+        score: Name of the score. Only accuracies have a confusion matrix.
         settings: Further groups of the configuration.
     """
     values = {**config("fedavg", rounds=total or len(accuracies)), **settings}
@@ -70,8 +72,9 @@ def write_run(
     (folder / "LATEST").write_text(f"{len(accuracies):06}-00000000.safetensors")
     for number, accuracy in enumerate(accuracies, 1):
         matrix = make_confusion(accuracy) if confusion is None else confusion
-        rows = [MetricRow(number, "evaluate", "", "test", "model/accuracy", accuracy, matrix.sum())]
-        rows += [MetricRow(number, "evaluate", "", "test", "model/confusion", NAN, matrix.sum(), matrix)]
+        rows = [MetricRow(number, "evaluate", "", "test", f"model/{score}", accuracy, matrix.sum())]
+        if score == "accuracy":
+            rows += [MetricRow(number, "evaluate", "", "test", "model/confusion", NAN, matrix.sum(), matrix)]
         for values_of, split, phase, metric in (
             (held_out, "test", "evaluate", "model/loss"),
             (training, "train", "train", "loss"),
@@ -104,6 +107,18 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "rising",
         {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.28, 0.29], "raw": 0.8},
         {"accuracies": [0.05, 0.05, 0.1, 0.1, 0.29, 0.26], "raw": 0.8},
+    ),
+    *(
+        (
+            kind,
+            {"accuracies": [*fall, *end], "score": score},
+            {"accuracies": [*fall[::-1], *other], "score": score},
+        )
+        for score in ("cer", "eer")
+        for kind, fall, end, other in (
+            ("rising", [0.8, 0.7, 0.6, 0.5, 0.4, 0.3], [], []),
+            ("falling", [0.5, 0.4, 0.3, 0.2, *[0.1] * 7], [0.4, 0.4, 0.4], [0.05, 0.05, 0.05]),
+        )
     ),
     (
         "loss falls",

@@ -1,4 +1,4 @@
-"""Leave out: remove clips of unwanted labels from the list, and assign groups to clips without a group."""
+"""Leave out: remove clips of unwanted labels from the list, replace labels, and assign groups to clips without a group."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def exclude_labels(labels: Sequence[str], excluded: Iterable[str]) -> list[str]:
     if not remaining:
         raise DataError("data.leave_out names every label of the data. Keep at least one to learn")
     return remaining
+
+
+def replace_labels(manifest: pa.Table, column: str) -> pa.Table:
+    """Replace the labels of a list by the values of a column (``data.label_from``). A clip without a value becomes unlabelled.
+
+    Raises:
+        DataError: the list lacks the column, or the column has no value.
+    """
+    if column not in manifest.column_names:
+        raise DataError(
+            f"data.label_from: the recordings have no column {column!r}. {nearest(column, manifest.column_names)}"
+        )
+    labels = manifest.column(column).cast(pa.string())
+    if labels.null_count == len(labels):
+        raise DataError(f"data.label_from: no clip has a value in column {column!r}. Fill it, or choose another column")
+    return manifest.set_column(manifest.column_names.index("label"), "label", labels)
 
 
 def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:

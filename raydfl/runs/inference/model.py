@@ -85,12 +85,13 @@ class RunModel:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the exported graph's outputs: logits and probabilities, score, or outputs."""
+        """Names of the exported graph's outputs: logits and probabilities, score, embedding, or outputs."""
         return {
             "score": ("score",),
             "none": ("outputs",),
             "text": ("log_probabilities",),
             "intervals": ("probabilities",),
+            "embedding": ("embedding",),
         }.get(self.objective.answers, ("logits", "probabilities"))
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -27,6 +27,10 @@ _MEANINGS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("set", "probabilities"): {"what": "sigmoid of the logits, each class by itself"},
     ("score", "score"): {"what": "anomaly score (higher is more anomalous); the mean over the segments of a recording"},
     ("intervals", "probabilities"): {"what": "probability of each class at each token, -1 after the end of an example"},
+    ("embedding", "embedding"): {
+        "what": "vector of length 1; for several segments, scale the mean of their vectors to length 1; the cosine of two "
+        "recordings is the sum of the products of their values"
+    },
     ("none", "outputs"): {"what": "outputs of the network for a recording, without individual meanings"},
 }
 """Description of each output, by the kind of the objective's answer and the output's name."""

@@ -42,6 +42,8 @@ Argument = TypeVar("Argument")
 
 _log = logging.getLogger(__name__)
 
+_NO_CLASS = ("text", "intervals", "embedding")
+"""Kinds of answers without a most probable class."""
 _BATCH = 64
 LEAST_FRAMES = 64
 """Minimum number of frames of inputs with lengths. Shorter inputs are padded, so that pooling leaves at least one frame."""
@@ -76,11 +78,12 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: np.ndarray
     """float64 [classes], or [1] for a score. Probabilities of a single class add up to 1. For a transcript: their logarithms,
-    [tokens, classes]. For events: [tokens, classes]. Empty after an error."""
+    [tokens, classes]. For events: [tokens, classes]. For an embedding: its values, [size], of length 1. Empty after an error."""
     error: str = ""
     """Reason why prediction failed. Empty: it succeeded."""
     answers: str = "class"
-    """Kind of the objective's answer: "class", "set" (several classes), "score", "text" (a transcript) or "intervals" (events)."""
+    """Kind of the objective's answer: "class", "set" (several classes), "score", "text" (a transcript), "intervals" (events) or
+    "embedding"."""
     labels: tuple[str, ...] = ()
     """Predicted classes of a "set". Empty for a single class: see :attr:`label`."""
     text: str = ""
@@ -104,13 +107,18 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, the first among equals. Empty after an error, and for a transcript or events."""
-        return "" if self.error or self.answers in ("text", "intervals") else self.top(1)[0][0]
+        """The most probable class, the first among equals. Empty after an error, and for a transcript, events or an embedding."""
+        return "" if self.error or self.answers in _NO_CLASS else self.top(1)[0][0]
 
     @property
     def probability(self) -> float:
-        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript or events."""
-        return float("nan") if self.error or self.answers in ("text", "intervals") else self.top(1)[0][1]
+        """Probability of :attr:`label`, 0 to 1. NaN after an error, and for a transcript, events or an embedding."""
+        return float("nan") if self.error or self.answers in _NO_CLASS else self.top(1)[0][1]
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """Embedding of the recording, float64 [size], of length 1. Empty for other answers and after an error."""
+        return self.probabilities if self.answers == "embedding" else np.zeros(0)
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` most probable classes with their probabilities, most probable first."""

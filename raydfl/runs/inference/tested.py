@@ -67,7 +67,7 @@ def score_tests(
 
     Raises:
         RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
-        InputError: The objective predicts sets of classes, the run has no test clips, or its data are at sites.
+        InputError: The objective predicts sets of classes or embeddings, the run has no test clips, or its data are at sites.
         DataError: Recordings or features are missing.
     """
     folder = local_run(run_dir)
@@ -77,7 +77,8 @@ def score_tests(
     if run.method.objective.answers in ("class", "text", "intervals"):
         return predict_tests(run, model)
     if run.method.objective.answers != "score":
-        raise InputError(f"{folder} was trained for sets of classes. Omit --test.")
+        trained = "embeddings" if run.method.objective.answers == "embedding" else "sets of classes"
+        raise InputError(f"{folder} was trained for {trained}. Omit --test.")
     clips = list(_score_clips(run, model, threshold))
     if not clips:
         raise InputError(f"{folder} has no test clips. Hold some out with data.split.client_test or data.split.test.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import DataError, InputError
 from raydfl.data.features import BY_TRAINING_CLIPS, EPSILON, FeatureSettings, KaldiFeatures, SpeechEmbeddingFeatures
 from raydfl.data.features.front_ends import FRONT_ENDS, larger, smaller, take
-from raydfl.objectives import Classify, Objective
+from raydfl.objectives import Classify, Objective, Verify
 from raydfl.runs.inference import embedding
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.network import OPSET, Graph, compare, trace
@@ -114,7 +114,7 @@ class Answer(nn.Module):
         super().__init__()
         objective = model.objective
         overridden = type(objective).answer_of_clip is not Objective.answer_of_clip
-        if overridden or (objective.averages_logits() and not isinstance(objective, Classify)):
+        if overridden or (objective.averages_logits() and not isinstance(objective, Classify | Verify)):
             raise InputError(
                 f"--input wave: {type(objective).__name__} combines the segments of a recording in Python, which ONNX cannot "
                 f"express. Omit --input, and combine the outputs for segments in your application."

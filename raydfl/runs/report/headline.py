@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydfl.controls import Control, auc_interval, wilson_interval
 from raydfl.core.errors import RaydflError
-from raydfl.core.metrics import base_name
+from raydfl.core.metrics import SCORES, base_name
 from raydfl.core.part_names import qualify
 from raydfl.data import Population
 from raydfl.runs.report.data import Key, RunRecord
@@ -39,7 +39,8 @@ def measure_score(run: RunRecord, key: Key, population: Population | None) -> He
     base, value, part = base_name(metric), run.curves[key].last, find_part(metric)
     controls = [c for c in run.controls if (c.split, c.metric) == (split, qualify(part, "/", base))]
     by_name = {control.name: control.value for control in controls}
-    raw = max((control for control in controls if control.raw), key=lambda control: control.value, default=None)
+    sign = 1 if SCORES[base].higher_is_better else -1
+    raw = max((control for control in controls if control.raw), key=lambda control: sign * control.value, default=None)
     matrix = find_confusion(run, key)
     # Several personal models may test the same clips, so the smaller number counts.
     counts = [control.count for control in controls] + ([] if matrix is None else [int(matrix.sum())])

@@ -219,7 +219,7 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
         text = f"Too few evaluations for a trend: {count}. Train for more rounds, or lower evaluate.every."
         yield Problem("few evaluations", text, worthless=False)
         return
-    scale, sign = (100.0, 1.0) if shown.share else (1.0, 1.0 if shown.higher_is_better else -1.0)
+    scale, sign = 100.0 if shown.share else 1.0, 1.0 if shown.higher_is_better else -1.0
     values = Curve(curve.rounds, scale * curve.values, curve.totals)
     rise = (
         max(RISE, scale * _estimate_error(run, (split, metric), score))
@@ -236,7 +236,10 @@ def _judge_trend(run: RunRecord, key: Key, score: HeadlineScore, learnt: bool | 
     is_accuracy = base_name(metric) == "accuracy"
     least = LOSS_LEAST * math.log(max(2, len(run.classes_of(metric)))) if is_accuracy else 0.0
     stuck = (
-        learnt is False and shown.share and score.guessing is not None and values.last < scale * score.guessing + rise
+        learnt is False
+        and shown.share
+        and score.guessing is not None
+        and sign * (values.last - scale * score.guessing) < rise
     )
     gain = None if stuck else _gain(values, rise, sign)  # Scores near guessing vary by chance.
     lost = float((sign * values.trained).max() - (sign * values.trained[-3:]).max())

@@ -34,6 +34,7 @@ OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "identify": [{"size": 4, "machines": 3}],
     "transcribe": [{}],
     "events": [{}, {"times": False}],
+    "verify": [{"size": 4}, {"size": 4, "ramp": 0, "margin": 0.4, "spread": 0.3, "distance": 1.5}],
 }
 CASES = [
     pytest.param({"name": name, **options}, id=f"{name}-{i}")

@@ -1,0 +1,49 @@
+"""Controls of speaker verification: chance, and the cosines of clips described by raw features.
+
+A clip is described by the mean and the standard deviation of its features in :data:`INTERVALS` time intervals, standardised with
+the training clips. Trials are those of the run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raydfl.controls._classification import INTERVALS
+from raydfl.controls._clips import LIMIT, describe_clips, draw_clips
+from raydfl.controls._control import RAW, Control
+from raydfl.core.metrics import summarise
+from raydfl.data import Examples, Population
+from raydfl.objectives import Verify
+
+_CONSTANT = 1e-6
+"""Spread of a constant value, relative to the largest spread. It exceeds rounding errors of float32."""
+
+
+def measure_verifiers(data: Population, objective: Verify, rng: np.random.Generator) -> tuple[list[Control], str]:
+    """Measure the controls of the server's test.
+
+    Args:
+        data: population of one part, with clips.
+        objective: objective of the run.
+        rng: generator that draws the training clips.
+
+    Returns:
+        The controls, and the reason for missing controls.
+    """
+    values = [_describe(part)[0] for part in draw_clips(data.read_role("train"), LIMIT, rng)]
+    tests = data.read_role("test")
+    if not values or not tests:
+        return [], "Raw features have no score, because the server has no test clips."
+    mean, spread = np.concatenate(values).mean(axis=0), np.concatenate(values).std(axis=0)
+    spread[spread <= _CONSTANT * spread.max()] = np.inf  # removes constant values
+    tested, clips = _describe(tests[0])
+    scores = summarise(objective.metrics(torch.from_numpy((tested - mean) / spread), clips))
+    found = {"chance": 0.5, f"{RAW}cosine": scores["eer"].value} if "eer" in scores else {}
+    return [Control(name, "test", "eer", float(value), len(clips)) for name, value in found.items()], ""
+
+
+def _describe(part: Examples) -> tuple[np.ndarray, Examples]:
+    """Describe clips: float64 [clips, values], and the first example of each clip."""
+    mean, deviation, first = describe_clips(part, INTERVALS)
+    return np.concatenate([mean, deviation], axis=1), first
