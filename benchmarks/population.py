@@ -88,6 +88,9 @@ def configuration(clients: int, folder: Path, arguments: argparse.Namespace) -> 
                 "cohort": min(arguments.cohort, clients),
                 "batch_size": 16,
                 "optimiser": {"lr": 0.01},
+                "fleet": {"concurrency": arguments.in_flight, "seconds": {"spread": 1.0}}
+                if arguments.in_flight
+                else None,
             },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": arguments.actors, "cpus": 1},
@@ -208,6 +211,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 10_000_000])
     parser.add_argument("--private", type=int, default=1_000_000, help="clients that have taken part before")
     parser.add_argument("--cohort", type=int, default=100)
+    parser.add_argument(
+        "--in-flight", type=int, default=0, help="clients in flight (train.fleet); 0: synchronous rounds"
+    )
     parser.add_argument("--method", default="fedper")
     parser.add_argument("--network", choices=["crnn_lite", "mlp"], default="crnn_lite")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each size")

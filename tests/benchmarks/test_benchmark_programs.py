@@ -35,7 +35,6 @@ SMALLEST = {
     "blocks": "--clients 20 --actors 3 --blocks 4 --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
     "export": "{run} {fsdd}/recordings/0_anna_0.wav",
-    "fleet": "--root {fsdd} --clients 12 --only synchronous --seeds 1 --out {runs}/fleet --page {runs}/fleet.md",
     "fleet_cost": "--root {fsdd} --rounds 1 --in-flight 14 --actors --events 100",
     "isolation": "--clips 4 --seconds 0.1 --repeats 1",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
@@ -57,6 +56,7 @@ SMALLEST = {
     "study_tables": "--check",
     "trials": "--trials 2 --actors 0 --rounds 1",
     "trivial_detectors": "--ids 1 --clips 3",
+    "virtual_time": "--root {fsdd} --clients 12 --only synchronous --seeds 1 --out {runs}/fleet --page {runs}/fleet.md",
     "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak train.local_epochs=20",
 }
 ELSEWHERE = {

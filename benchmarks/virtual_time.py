@@ -4,8 +4,8 @@ The Free Spoken Digit Dataset, each speaker's training clips dealt to ten client
 trains equally many clients, so all have the same computation. The target was chosen before the first run. Settings of the
 optimiser are equal, not tuned for each contestant, so the tables are exploratory.
 
-    python benchmarks/fleet.py --root PATH/TO/fsdd            # train what has no JSON file, then write the tables
-    python benchmarks/fleet.py --tables                       # write the tables from the JSON files
+    python benchmarks/virtual_time.py --root PATH/TO/fsdd            # train what has no JSON file, then write the tables
+    python benchmarks/virtual_time.py --tables                       # write the tables from the JSON files
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from raydfl.engine import apply_values
 from raydfl.engine.storage.record import read_rows
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "fleet"
-PAGE = HERE / "results" / "fleet.md"
+RESULTS = HERE / "results" / "virtual_time"
+PAGE = HERE / "results" / "virtual_time.md"
 COHORT, CLIENTS, EVALUATIONS = 12, 2400, 20
 """Clients at the same time, trained clients of a run, and its evaluations."""
 TARGET = 0.7
