@@ -31,6 +31,7 @@ from raydfl.engine.storage.record import read_rows
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "virtual_time"
 PAGE = HERE / "results" / "virtual_time.md"
+DOCS = HERE.parent / "docs" / "fleet.md"
 COHORT, CLIENTS, EVALUATIONS = 12, 2400, 20
 """Clients at the same time, trained clients of a run, and its evaluations."""
 TARGET = 0.7
@@ -97,12 +98,41 @@ def main() -> None:
                 }
                 file.write_text(json.dumps(result, indent=1) + "\n")
                 print(f"{name}, seed {seed}: {result['curve'][-1]}", flush=True)
-    given.page.write_text("\n".join(format_page([*map(_load, sorted(given.out.glob("*.json")))])) + "\n")
+    results = load_results(given.out)
+    given.page.write_text(format_page(results))
+    if given.page == PAGE:
+        DOCS.write_text(replace_table(DOCS.read_text(), results))
 
 
-def _load(file: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
+def load_results(folder: Path) -> list[dict[str, Any]]:
+    """Load the results of all runs."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def replace_table(text: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Replace the short table between the two comments of a page."""
+    columns = (
+        "training",
+        f"virtual s to {100 * TARGET:.0f} %",
+        "clients to it",
+        "accuracy (%)",
+        "updates of the slowest quarter (%)",
+    )
+    lines = [_format_row(*columns), "|---|" + "---|" * (len(columns) - 1)]
+    for name in (*CONTESTANTS, *SHIFTS):
+        found = [result for result in results if result["contestant"] == name]
+        lines.append(
+            _format_row(
+                name,
+                _format_targets(found, "seconds"),
+                _format_targets(found, "clients"),
+                _format_cell([score(result) for result in found], 1),
+                _format_cell([100 * result["slow_updates"] for result in found]),
+            )
+        )
+    before, begin, rest = text.partition("<!-- virtual time -->\n")
+    _, end, after = rest.partition("<!-- end of table -->\n")
+    return "".join([before, begin, "\n".join(lines), "\n", end, after])
 
 
 def train(root: str, cache: str | None, settings: Settings, seed: int, clients: int) -> dict[str, Any]:
@@ -175,8 +205,12 @@ def score(result: Mapping[str, Any]) -> float:
     return 100 * float(statistics.mean(point["accuracy"] for point in result["curve"][-5:]))
 
 
-def format_page(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format the tables as Markdown."""
+def format_page(results: Sequence[Mapping[str, Any]]) -> str:
+    """Format the page of results."""
+    return "\n".join(_format_lines(results)) + "\n"
+
+
+def _format_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     runs: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         runs.setdefault(result["contestant"], []).append(result)
@@ -184,7 +218,7 @@ def format_page(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     sources = sorted({result["source"] for result in results})
     yield f"Exploratory: the optimiser is not tuned for each contestant. {len(results)} runs; source {', '.join(sources)}."
-    yield "Accuracy is the mean of the last five evaluations. Cells have the mean over seeds (lowest to highest). "
+    yield "Accuracy is the mean of the last five evaluations. Cells have the mean over seeds (lowest to highest)."
     yield f"The target is an accuracy of {TARGET:.0%}."
     yield ""
     yield (

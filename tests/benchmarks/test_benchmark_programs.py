@@ -106,6 +106,14 @@ def test_a_program_explains_its_arguments(
     assert str(load_module(name).__doc__).split()[0] in capsys.readouterr().out
 
 
+def test_the_tables_of_virtual_time_equal_the_json_files() -> None:
+    module = load_module("virtual_time")
+    results = module.load_results(module.RESULTS)
+    assert module.PAGE.read_text() == module.format_page(results)
+    page = module.DOCS.read_text()
+    assert page == module.replace_table(page, results)
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write noise as spoken digits of two speakers, and as images of digits."""
