@@ -294,6 +294,8 @@ class Config(Settings):
         criteria = {name: group.model_dump(mode="json") for name, group in groups.items() if group is not None}
         for limit in ("epsilon", "seconds"):  # Phases exclude privacy, and seconds end no phase before the training.
             criteria.get("stop", {}).pop(limit, None)
+        if self.run.stop is not None and self.run.stop.goal is None:
+            del criteria["stop"]["goal"]  # Earlier versions had no goal.
         return {**criteria, "evaluate": self.evaluate.model_dump(mode="json")} if criteria else {}
 
 

@@ -284,6 +284,7 @@ class Federation:
         check_failed(report.round, report.rejected, len(current.orders), run.max_failed, self.store.folder)
         check_overflow(report.round, state.tensors, self.state.tensors, arrivals.largest, current.attackers)
         report.phase = state.phase
+        report.virtual_seconds = None if current.step is None else current.step.fleet.seconds
         self.checkpoint = dataclasses.replace(
             self.checkpoint,
             state=dataclasses.replace(state, round_index=report.round),

@@ -89,12 +89,16 @@ class Selection:
     """Criteria of ``run.stop`` by phase; empty: the option is off."""
     patience: int = 0
     min_delta: float = 0.0
+    goal: float | None = None
+    """Value of ``run.stop.goal``; ``None``: no goal."""
     phase: str = ""
     """Phase of the last evaluated round."""
     best: Leader | None = None
     """Best round of the phase; ``None`` without ``run.best``, or before the first evaluation."""
     progress: Leader | None = None
     """Last round of the phase with an improvement of at least ``min_delta``."""
+    reached: float | None = None
+    """Value that reached the goal in the phase; ``None``: none did."""
 
     @classmethod
     def from_settings(
@@ -133,6 +137,7 @@ class Selection:
             build_criteria(stop, "run.stop"),
             0 if stop is None else stop.patience,
             0.0 if stop is None else stop.min_delta,
+            None if stop is None else stop.goal,
         )
 
     @property
@@ -153,12 +158,16 @@ class Selection:
             scores: Scores of the evaluation, by split and metric.
             kept: Whether the models of the round are still available.
         """
-        best, progress = (self.best, self.progress) if phase == self.phase else (None, None)
+        same = phase == self.phase
+        best, progress, reached = (self.best, self.progress, self.reached) if same else (None, None, None)
         if self.for_best:
             best = (best or Leader(self.for_best[phase])).update(round_index, scores, kept=kept)
         if self.for_stop:
             progress = (progress or Leader(self.for_stop[phase])).update(round_index, scores, self.min_delta)
-        return dataclasses.replace(self, phase=phase, best=best, progress=progress)
+            value = scores.get(progress.criterion.metric, math.nan)
+            if self.goal is not None and (value == self.goal or progress.criterion.is_better(value, self.goal)):
+                reached = value
+        return dataclasses.replace(self, phase=phase, best=best, progress=progress, reached=reached)
 
     def check(self, phase: str, names: Collection[str]) -> None:
         """Reject a criterion whose metric is not measured.
@@ -182,6 +191,8 @@ class Selection:
     @property
     def reason(self) -> str:
         """Reason to stop the training or its phase; empty: continue."""
+        if self.progress is not None and self.reached is not None:
+            return f"{self.progress.criterion.metric} {self.reached:.4g} reaches the goal {self.goal:g}"
         if self.progress is None or self.progress.waited < self.patience:
             return ""
         metric, since = self.progress.criterion.metric, self.progress.round

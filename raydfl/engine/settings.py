@@ -299,6 +299,11 @@ class StopSettings(MetricChoice):
     min_delta: float = Field(
         0.0, ge=0, description="Smallest change that counts as an improvement, in units of the metric. 0: any change."
     )
+    goal: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Value of the metric. The first evaluation that reaches it ends the training or its phase. null: no goal.",
+    )
 
     epsilon: float | None = Field(
         None,
@@ -318,7 +323,7 @@ class StopSettings(MetricChoice):
     @property
     def by_metric(self) -> bool:
         """True if a metric may end the training."""
-        return self.epsilon is self.seconds is None or self.metric is not None
+        return self.epsilon is self.seconds is None or self.metric is not None or self.goal is not None
 
 
 class ReferenceSettings(Settings):

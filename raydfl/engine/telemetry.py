@@ -50,6 +50,8 @@ class RoundReport:
     bytes_up: int = 0
     privacy: str = ""
     """Guarantee of the models after an evaluated round with the rule gaussian, such as ``epsilon 1.99``; empty: not computed."""
+    virtual_seconds: float | None = None
+    """Virtual time of the server (``train.fleet``); ``None``: synchronous training."""
     withheld: bool = False
     """Whether metrics of clients, such as the loss, are withheld for privacy."""
     stopped: str = ""

@@ -37,6 +37,8 @@ from raydfl.runs import Progress, Result, iterate_rounds, lock_run_dir
 
 ROUND, SCORE, STATUS, FAILED, WORTHLESS = "round", "score", "status", "failed", "worthless"
 """Keys of a result in addition to the scores."""
+VIRTUAL = "server virtual_seconds"
+"""Name of the virtual time of ``train.fleet`` among the scores of a trial."""
 _IDLE = 0.2
 """Seconds between two reports of an interrupted trial."""
 WORST = 1e9
@@ -238,7 +240,8 @@ class _Federation(tune.Trainable):
                 more = report.round < config.train.rounds and not report.stopped
                 evaluated = report.round % config.evaluate.interval == 0 and report.round > after
                 if self._order.judged and evaluated and more:
-                    yield self._make_result(report.round, report.scores)
+                    virtual = {} if report.virtual_seconds is None else {VIRTUAL: report.virtual_seconds}
+                    yield self._make_result(report.round, report.scores | virtual)
                 self._trained = rounds.send(self._is_stopped())
         except StopIteration as end:
             outcome: Result = end.value
@@ -294,15 +297,16 @@ class _Federation(tune.Trainable):
 
 
 def read_scores(folder: Path, after: int) -> dict[int, dict[str, float]]:
-    """Read the pooled scores of committed evaluations after round ``after``, by round and name."""
+    """Read the pooled scores of committed evaluations after round ``after``, and their virtual time, by round and name."""
     done = count_rounds(folder)
-    where = (pc.field("client") == "") & (pc.field("round") > after) & (pc.field("phase") == "evaluate")
+    measured = (pc.field("phase") == "evaluate") | (pc.field("metric") == VIRTUAL.partition(" ")[2])
+    where = (pc.field("client") == "") & (pc.field("round") > after) & measured
     columns = ("round", "split", "metric", "value", "shape")
     scores: dict[int, dict[str, float]] = {}
     for row in read_rows(folder, done, where=where, columns=columns).to_pylist() if done else ():
         if row["shape"] is None:  # Skip arrays.
             scores.setdefault(row["round"], {})[f"{row['split']} {row['metric']}"] = row["value"]
-    return dict(sorted(scores.items()))
+    return {number: found for number, found in sorted(scores.items()) if found.keys() != {VIRTUAL}}
 
 
 # -- copies of run folders -------------------------------------------------------------------------------------------

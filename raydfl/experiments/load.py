@@ -212,7 +212,8 @@ def check_domains(study: Study) -> None:
         models = list(config.components.models)
         fine_tuned = [personal_name(name, len(models)) for name in models if config.components.fine_tune.epochs]
         check_known(metric.model, [*models, *fine_tuned], f"{study.file}: metric.model: there is no model")
-    if type(method).evaluate is Method.evaluate:  # An override may measure any score.
+    # A method's own evaluation may measure any score, and the server measures more than scores.
+    if type(method).evaluate is Method.evaluate and metric.split != "server":
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")
     every, rounds = config.evaluate.interval, study.rounds

@@ -132,8 +132,8 @@ class MetricSettings(Settings):
 
     @property
     def scale(self) -> float:
-        """Factor to the unit of tables: per cent for fractions, 1 for losses."""
-        return 1.0 if self.score.endswith("loss") else 100.0
+        """Factor to the unit of tables: per cent for fractions, 1 for losses and seconds."""
+        return 1.0 if self.score.endswith(("loss", "seconds")) else 100.0
 
     @property
     def best(self) -> Literal["max", "min"]:

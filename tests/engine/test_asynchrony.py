@@ -21,6 +21,7 @@ from raydfl.engine.fleet import Fleet
 from raydfl.engine.forecast import forecast_steps
 from raydfl.engine.storage import record
 from raydfl.engine.storage.store import RunStore
+from raydfl.experiments.federation import VIRTUAL, read_scores
 from raydfl.runs._replay import replay
 from raydfl.runs.reference import configure_references
 from raydfl.testing import assert_same_bits, start_server
@@ -286,6 +287,13 @@ def test_the_first_step_after_an_interval_of_virtual_time_is_evaluated(tiny: Tin
     rows = record.to_rows(record.read_rows(known_run(config)))
     evaluated = sorted({row.round for row in rows if row.split == "test"})
     assert evaluated == [6, 11, 12]  # the first at 14 s, the first at 21 s, the last
+
+
+def test_a_trial_reports_the_virtual_time_of_its_evaluations(tiny: Tiny) -> None:
+    run_dir = known_run(tiny(*ASYNCHRONOUS))
+    seconds = read_rows(run_dir, "virtual_seconds")
+    found = {number: scores[VIRTUAL] for number, scores in read_scores(run_dir, 0).items()}
+    assert found == {3: seconds[2], 6: seconds[5]}
 
 
 def test_reference_runs_have_no_virtual_time(tiny: Tiny) -> None:

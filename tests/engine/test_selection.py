@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def make_config(tiny: Tiny, *overrides: str, script: str = SCRIPT, kind: str = "
 STOPPING = ["run.best=accuracy", "run.stop={metric: validation model/accuracy, patience: 3}"]
 
 
+def test_training_ends_with_the_goal_and_continues_without_it(tiny: Tiny) -> None:
+    """Any loss is below 99, so the first evaluation reaches the goal. A stopped run does nothing when it is resumed."""
+    config = tiny("evaluate.every=2", "train.rounds=5", "run.stop={metric: test model/loss, goal: 99}")
+    first = run(config)
+    assert (first.round, first.finished) == (2, True)
+    assert re.fullmatch(r"test model/loss \S+ reaches the goal 99", first.ended)
+    assert resume(first.run_dir).round == 2
+    assert resume(first.run_dir, ["run.stop=null"]).round == 5
+
+
 def read_model(path: Path) -> dict[str, bytes]:
     with safetensors.safe_open(path, "pt") as file:
         return {name: to_bytes(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
@@ -74,6 +85,9 @@ def test_the_best_round_and_the_stop_agree_with_a_count_by_hand() -> None:
         (5, False),
     ]
     assert [stops for _, stops in select_rounds([nan, nan, nan], patience=2)] == [False, True, True]
+    # The first value that reaches the goal ends the training: a loss from above, an accuracy from below.
+    assert [stops for _, stops in select_rounds([3, nan, 2, 2.5], goal=2)] == [False, False, True, True]
+    assert [stops for _, stops in select_rounds([0.5, 0.8, 0.7], "test m/accuracy", goal=0.75)] == [False, True, True]
     # A phase that ends early moves all later phases forward.
     assert Phases(("a", "b", "c"), (0, 10, 15)).end("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
 
