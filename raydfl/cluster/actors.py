@@ -310,7 +310,7 @@ class ActorPool:
         Args:
             orders: New orders. Unfinished earlier orders are dropped.
             references: Object references to the server's tensors, by key.
-            early: Orders to begin if actors have no other work.
+            early: Orders to start if actors have no other work.
 
         Returns:
             Replies to orders that were carried out early.

@@ -17,7 +17,7 @@ class EarlyWork:
         self.running: set[int] = set()
         """Starts of the orders in calls to actors."""
         self._waiting: list[Order] = []
-        """Orders that may begin, the last first."""
+        """Orders without a call so far, the last first."""
         self._replies: dict[int, Reply] = {}
         self._failed: set[int] = set()
         """Starts whose early work failed. It is repeated in their own step."""
@@ -29,11 +29,11 @@ class EarlyWork:
         return order.start in self.running or order.start in self._replies
 
     def start(self, orders: Sequence[Order], early: EarlyOrders | None) -> tuple[list[Order], list[Reply]]:
-        """Begin a step, or an evaluation.
+        """Start a step, or an evaluation.
 
         Args:
             orders: Orders of the step.
-            early: Orders that may begin early; ``None``: no further order begins.
+            early: Orders that may start early; ``None``: no further order starts.
 
         Returns:
             Orders without early work, and replies to finished orders.

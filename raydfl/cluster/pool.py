@@ -177,7 +177,7 @@ class RayPool:
         Args:
             orders: Orders of a round or of an evaluation.
             broadcast: Server's tensors by key, also those of early orders.
-            early: Orders to begin if actors have no other work. They must have the place of the first pool.
+            early: Orders to start if actors have no other work. They must have the place of the first pool.
 
         The iterator raises:
             ClientError: A method's code failed.

@@ -28,7 +28,7 @@ from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_c
 from raydfl.data.views import View
 
 _END = 0.1
-"""Seconds by which an event may exceed its clip. Annotations are rounded, and features lack an incomplete last window."""
+"""Largest excess of an event over its clip in seconds. Annotations are rounded, and features lack an incomplete last window."""
 _COMMON = -1
 """Code of the channel in the settings, in contrast to a client's channel."""
 

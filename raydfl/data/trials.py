@@ -44,7 +44,7 @@ def read_trials(path: Path, clips: Sequence[str]) -> np.ndarray:
         for clip in words[1:]:
             if clip not in rows:
                 raise DataError(
-                    f"{where}: line {number}: there is no clip {clip!r}. Write names as in the list of clips, which begins with "
+                    f"{where}: line {number}: unknown clip {clip!r}. Write names as in the list of clips, such as "
                     f"{clips[0]!r}"
                 )
         trials.append((rows[words[1]], rows[words[2]], int(words[0])))

@@ -50,7 +50,7 @@ VOICES = (
     "data.partition={by: group, column: client}",
     "objective={name: verify, size: 6, ramp: 2}",
 )
-"""Two clients with two speakers each, and three other speakers in the test set. Clips have different lengths."""
+"""Two clients with two speakers each, and three further speakers in the test set. Clips have different lengths."""
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def compute_loss(objective: Verify, network: nn.Module, batch: Any, round_index:
 def compute_reference(
     outputs: np.ndarray, rows: np.ndarray, y: np.ndarray, objective: Verify, margin: float
 ) -> tuple[float, float]:
-    """Compute both terms of the loss from their definition, one example and one pair of rows at a time."""
+    """Compute both terms of the loss from their definition, in loops over examples and pairs of rows."""
     unit = [row / np.linalg.norm(row) for row in rows]
     losses = []
     for output, label in zip(outputs, y, strict=True):
@@ -185,11 +185,11 @@ def test_trials_of_a_file_use_the_clips_of_the_examples() -> None:
 def test_joined_shards_have_all_examples_of_each_split_and_place() -> None:
     cut = cut_shards({"test": np.arange(1300), "triggered": np.arange(3)})
     assert len(cut) == 4
-    there = [Shard("test", 0, 5, "there"), Shard("test", 5, 9, "there")]
-    assert join_shards([*cut, *there]) == [
+    north = [Shard("test", 0, 5, "north"), Shard("test", 5, 9, "north")]
+    assert join_shards([*cut, *north]) == [
         Shard("test", 0, 1300, ""),
         Shard("triggered", 0, 3, ""),
-        Shard("test", 0, 9, "there"),
+        Shard("test", 0, 9, "north"),
     ]
 
 
@@ -390,7 +390,7 @@ def test_a_file_of_trials_decides_the_scores(tiny: Tiny, tmp_path: Path) -> None
             DataError,
             "they have a single label. .* data.label_from",
         ),
-        (("data.label_from=nobody",), DataError, "data.label_from: the recordings have no column 'nobody'"),
+        (("data.label_from=author",), DataError, "data.label_from: the recordings have no column 'author'"),
         (("data.speakers=5", "data.tested=1"), DataError, "data.split: all clips .* are of the speaker 'v4'"),
         (("data.takes=1",), DataError, "data.split: no speaker has two clips in the test set"),
         (
@@ -419,7 +419,7 @@ def test_errors_name_the_place_the_problem_and_the_remedy(
         ("", "has no trials. Write a line 1 CLIP CLIP"),
         ("1 v4/0.wav v4/1.wav\n2 v4/0.wav v4/1.wav\n", r"line 2 is '2 v4/0.wav v4/1.wav'. Write 1 or 0"),
         ("1 v4/0.wav\n", "line 1 is '1 v4/0.wav'"),
-        ("\n0 v4/0.wav v4/nine.wav\n", r"line 2: there is no clip 'v4/nine.wav'. .* begins with 'v0/0.wav'"),
+        ("\n0 v4/0.wav v4/nine.wav\n", r"line 2: unknown clip 'v4/nine.wav'. .* such as 'v0/0.wav'"),
         ("1 v0/0.wav v0/1.wav\n", "0 trials have both clips in the test set"),
         ("1 v4/0.wav v4/1.wav\n", "1 trials have both clips in the test set, 1 of them of the same speaker"),
         (None, "trials.txt: cannot be read"),
@@ -442,10 +442,10 @@ def test_remarks_warn_of_clients_with_one_speaker_and_of_tests_without_trials(ti
         return [*config.components.method.objective.remarks(population)]
 
     assert list_remarks("run.name=two") == []
-    one = ("data.partition={by: group}", "run.name=one")
-    assert "4 of 4 clients have clips of one speaker only" in list_remarks(*one)[0]
-    assert list_remarks(*one[:1], "run.name=spread", "objective.spread=0.1") == []
-    tested = list_remarks(*one[:1], "run.name=tested", "data.split.client_test={by: clip, fraction: 0.5}")
+    grouped = ("data.partition={by: group}", "run.name=one")
+    assert "4 of 4 clients have clips of one speaker only" in list_remarks(*grouped)[0]
+    assert list_remarks(*grouped[:1], "run.name=spread", "objective.spread=0.1") == []
+    tested = list_remarks(*grouped[:1], "run.name=tested", "data.split.client_test={by: clip, fraction: 0.5}")
     assert "4 of 4 clients have no trials of both kinds in their own test" in tested[1]
 
 

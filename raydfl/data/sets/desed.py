@@ -57,7 +57,7 @@ class DESED(FileDataset):
         for name in (*self.train, *self.test):
             path = root / "metadata" / f"{name}.tsv"
             if not path.is_file():
-                raise make_layout_error(root, self.card, f"there is no metadata/{name}.tsv")
+                raise make_layout_error(root, self.card, f"metadata/{name}.tsv is missing")
             split = ("test" if name in self.test else "train") if self.test else None
             rows += [
                 {"clip": f"audio/{name}/{clip}", "label": write_events(events), "split": split}

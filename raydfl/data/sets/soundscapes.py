@@ -97,7 +97,7 @@ class Soundscapes(ESC):
 
         Raises:
             ConfigError: a largest value is below the least, or there are too few classes.
-            DataError: the recordings are missing or unreadable, or a class has none for the training or the test.
+            DataError: the recordings are missing or unreadable, or a class lacks them for the training or the test.
         """
         for name, (least, largest) in {"polyphony": self.polyphony, "snr_db": self.snr_db}.items():
             if largest < least:

@@ -533,7 +533,7 @@ def test_small_trees_are_listed_in_their_published_layout(
             "desed",
             DESED,
             {"train": ("train/strong",)},
-            r"there is no metadata/train/strong.tsv in .*Expected metadata/train",
+            r"metadata/train/strong.tsv is missing in .*Expected metadata/train",
         ),
         (
             *(
