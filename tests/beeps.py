@@ -56,3 +56,14 @@ class Beeps(Dataset):
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
         return f"beeps/{row['clip']}/{row['seconds']}/{row['tones']}"
+
+
+BEEPS = (
+    f"data.name={__file__}:Beeps",
+    "data.features={sample_rate: 8000, bands: 16, window_ms: 25, hop_ms: 10}",
+    "data.events={}",
+    "objective=events",
+    "data.split={}",
+    "data.partition={by: group}",
+)
+"""Settings of a run with these clips of different lengths."""

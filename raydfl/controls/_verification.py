@@ -14,18 +14,18 @@ from raydfl.controls._clips import LIMIT, describe_clips, draw_clips
 from raydfl.controls._control import RAW, Control
 from raydfl.core.metrics import summarise
 from raydfl.data import Examples, Population
-from raydfl.objectives import Verify
+from raydfl.objectives import Objective
 
 _CONSTANT = 1e-6
 """Spread of a constant value, relative to the largest spread. It exceeds rounding errors of float32."""
 
 
-def measure_verifiers(data: Population, objective: Verify, rng: np.random.Generator) -> tuple[list[Control], str]:
+def measure_verifiers(data: Population, objective: Objective, rng: np.random.Generator) -> tuple[list[Control], str]:
     """Measure the controls of the server's test.
 
     Args:
         data: population of one part, with clips.
-        objective: objective of the run.
+        objective: objective of the run, whose answers are embeddings.
         rng: generator that draws the training clips.
 
     Returns:

@@ -13,7 +13,7 @@ from raydfl.controls._verification import measure_verifiers
 from raydfl.core.part_names import qualify
 from raydfl.core.seeds import generator
 from raydfl.data import Population
-from raydfl.objectives import AnomalyObjective, Objective, Verify
+from raydfl.objectives import AnomalyObjective, Objective
 
 
 def measure_controls(population: Population, objective: Objective, seed: int) -> tuple[list[Control], str]:
@@ -50,6 +50,6 @@ def _measure_part(data: Population, objective: Objective, rng: np.random.Generat
         return measure_detectors(data, objective, rng)
     if objective.answers in ("class", "set"):
         return measure_classifiers(data, rng)
-    if isinstance(objective, Verify):
+    if objective.answers == "embedding":
         return measure_verifiers(data, objective, rng)
     return [], f"No raw-feature control for the objective {type(objective).__name__.lower()}."

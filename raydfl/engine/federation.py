@@ -228,7 +228,7 @@ class Federation:
         return current
 
     def _plan_early(self, current: Round) -> EarlyOrders | None:
-        """Plan orders of clients in flight, for workers without other work in the round; ``None``: none may begin early."""
+        """Plan orders of clients in flight, for workers without other work in the round; ``None``: early work is impossible."""
         before, number = self.checkpoint, current.report.round
         if current.step is None or not self.pool.concurrent or self._sites:
             return None

@@ -14,7 +14,7 @@ from raydfl.engine.worker import Worker
 
 T = TypeVar("T")
 EARLY = 2
-"""Early orders for each worker: one that it carries out, and the next."""
+"""Largest number of early orders for each worker: one in execution, and its successor."""
 
 
 @dataclass(frozen=True, slots=True)

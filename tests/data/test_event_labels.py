@@ -9,6 +9,7 @@ from pathlib import Path
 import beeps
 import numpy as np
 import pytest
+from beeps import BEEPS
 
 from raydfl.cli.describe import describe_data
 from raydfl.core.errors import ConfigError, DataError
@@ -18,14 +19,6 @@ from raydfl.data.steps.events import parse_events, split_events, write_events
 from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
-BEEPS = (
-    f"data.name={beeps.__file__}:Beeps",
-    "data.features={sample_rate: 8000, bands: 16, window_ms: 25, hop_ms: 10}",
-    "data.events={}",
-    "objective=events",
-    "data.split={}",
-    "data.partition={by: group}",
-)
 HOP = 0.01
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from beeps import BEEPS
 from test_transcribe import load_test
 from torch import Tensor, nn
 
@@ -36,15 +37,6 @@ from raydfl.runs.report.data import read_run
 from raydfl.testing import assert_same_bits, make_batch, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
-BEEPS = (
-    f"data.name={beeps.__file__}:Beeps",
-    "data.features={sample_rate: 8000, bands: 16, window_ms: 25, hop_ms: 10}",
-    "data.events={}",
-    "objective=events",
-    "data.split={}",
-    "data.partition={by: group}",
-)
-"""Clips of different lengths. The network has a token for two frames."""
 INF = float("inf")
 
 
