@@ -11,8 +11,10 @@ from raydfl.objectives._anomaly import AnomalyObjective
 from raydfl.objectives._find import find_objective
 from raydfl.objectives._objective import Objective
 from raydfl.objectives._reference import distances
+from raydfl.objectives._tokens import TokenObjective, count_frames_per_token
 from raydfl.objectives.classify import Classify
 from raydfl.objectives.contrast import Contrast
+from raydfl.objectives.events import Events
 from raydfl.objectives.reconstruct import average_bins
 from raydfl.objectives.verify import Verify
 
@@ -20,9 +22,12 @@ __all__ = [
     "AnomalyObjective",
     "Classify",
     "Contrast",
+    "Events",
     "Objective",
+    "TokenObjective",
     "Verify",
     "average_bins",
+    "count_frames_per_token",
     "distances",
     "find_objective",
 ]

@@ -233,6 +233,10 @@ class Objective(StrictTypes):
             step = dataclasses.replace(step, models={**step.models, name: same_view(predictor, network)})
         return predict(step, name, examples, batch_size)
 
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join the predictor's outputs for batches of examples."""
+        return torch.cat([*parts])
+
 
 def mean_over_clips(values: Tensor, examples: Examples) -> tuple[np.ndarray, np.ndarray]:
     """Average values over the segments of each clip.

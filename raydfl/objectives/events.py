@@ -20,7 +20,6 @@ Events in a part of a clip without features (``seconds``, ``random_crop``) count
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -35,10 +34,10 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.psds import COUNTS, count_detections, find_detections
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.core.types import Batch, Metrics, Ratio, same_view, view_of
+from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Event, Examples, Population
-from raydfl.objectives._objective import Objective
-from raydfl.training import Step, predict
+from raydfl.objectives._tokens import TokenObjective, count_frames_per_token
+from raydfl.training import Step
 
 _NO_TOKEN = -1.0
 """Probability of a token after the end of an example."""
@@ -50,11 +49,10 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Events(Objective):
+class Events(TokenObjective):
     """Sound event detection (data.events), trained with binary cross-entropy at each token."""
 
     labels: ClassVar[Literal["one", "sets", "sequences", "events", "any"]] = "events"
-    needs_frames: ClassVar[bool] = True
     headline: ClassVar[str] = "psds1"
     answers: ClassVar[Literal["class", "set", "score", "text", "intervals", "none"]] = "intervals"
 
@@ -79,7 +77,7 @@ class Events(Objective):
 
     def check_network(self, where: str, network: nn.Module, population: Population) -> None:
         """Check that the network has frames of the first view, and tokens for all of them."""
-        Objective.check_network(self, where, network, population)
+        TokenObjective.check_network(self, where, network, population)
         if view_of(network) != FIRST_VIEW:
             raise ConfigError(
                 f"{where}: the network reads the view {view_of(network)!r}, but events have the times of data.features. Remove "
@@ -89,7 +87,7 @@ class Events(Objective):
         if examples is None:
             return
         x, lengths = examples.batch(np.zeros(1, np.int64)).input_of(network)
-        step = _count_frames_per_token(network)
+        step = count_frames_per_token(network)
         expected, tokens = x.shape[1] // step, cast(Any, network).frames(x, lengths)[0].shape[1]
         if tokens < expected - 3:
             raise ConfigError(
@@ -112,23 +110,19 @@ class Events(Objective):
         """Compute the mean loss of the clips."""
         network = step.models[name]
         logits, valid = _compute_logits(network, *batch.input_of(network))
-        return batch.mean(_compute_losses(logits, valid, batch.y, _count_frames_per_token(network), self.times))
+        return batch.mean(_compute_losses(logits, valid, batch.y, count_frames_per_token(network), self.times))
 
     def predictor(self, network: nn.Module) -> nn.Module:
         """Wrap the network to compute the probabilities at each token, -1 after the end of an example."""
         return _Detector(network)
 
-    def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
-        """Compute the predictor's outputs for examples: float32 [examples, tokens, classes], on the CPU."""
-        network = step.models[name]
-        step = dataclasses.replace(step, models={**step.models, name: same_view(self.predictor(network), network)})
-        # Batches have different numbers of tokens.
-        parts = [predict(step, name, examples.take(i), batch_size) for i in examples.order(batch_size, None)]
-        tokens = max((part.shape[1] for part in parts), default=1)
-        outputs = torch.full((len(examples), tokens, len(examples.classes)), _NO_TOKEN)
-        for part, index in zip(parts, examples.order(batch_size, None), strict=True):
-            outputs[index, : part.shape[1]] = part
-        return outputs
+    def activate(self, logits: Tensor) -> Tensor:
+        """Compute the probability of each class."""
+        return logits.sigmoid()
+
+    def fill(self, zeros: Tensor) -> Tensor:
+        """Return the value -1."""
+        return torch.full_like(zeros, _NO_TOKEN)
 
     def answer_of_clip(self, outputs: Tensor) -> Tensor:
         """Return the outputs of a clip's only example, without padding: float64 [tokens, classes]."""
@@ -140,7 +134,7 @@ class Events(Objective):
         Tokens between the start of the clip and its first example have probability 0.
         """
         view, rows = examples.first_view, np.arange(len(examples))
-        starts = np.rint(view.find_starts(view.window(rows)[0]) / _count_frames_per_token(predictor)).astype(np.int64)
+        starts = np.rint(view.find_starts(view.window(rows)[0]) / count_frames_per_token(predictor)).astype(np.int64)
         parts = [self.answer_of_clip(outputs[row : row + 1]).numpy() for row in rows]
         sums = np.zeros(
             (max(start + len(part) for start, part in zip(starts.tolist(), parts, strict=True)), outputs.shape[2])
@@ -150,15 +144,19 @@ class Events(Objective):
             sums[start : start + len(part)] += part
             number[start : start + len(part)] += 1
         joined = sums / np.maximum(number, 1)
-        seconds = examples.frame_seconds * _count_frames_per_token(predictor)
-        size = 1 + 2 * round((self.median_filter / seconds - 1) / 2) if self.median_filter > seconds else 1
+        size = self.count_filter_tokens(examples.frame_seconds * count_frames_per_token(predictor))
         return torch.from_numpy(median_filter(joined, (size, 1), mode="nearest") if size > 1 else joined)
+
+    def count_filter_tokens(self, token_seconds: float) -> int:
+        """Return the length of the median filter in tokens, an odd number. 1: no filter."""
+        ratio = self.median_filter / token_seconds if token_seconds else 0.0
+        return 1 + 2 * round((ratio - 1) / 2) if ratio > 1 else 1
 
     def intervals(
         self, answer: np.ndarray, classes: Sequence[str], predictor: nn.Module, frame_seconds: float
     ) -> list[Event]:
         """Return the intervals with a probability of at least the threshold, in the order of time."""
-        found = self._find_intervals(answer, frame_seconds * _count_frames_per_token(predictor))
+        found = self._find_intervals(answer, frame_seconds * count_frames_per_token(predictor))
         return sorted((onset, offset, classes[int(label)]) for onset, offset, label in found.tolist())
 
     def _find_intervals(self, answer: np.ndarray, token_seconds: float) -> np.ndarray:
@@ -170,8 +168,8 @@ class Events(Objective):
         """Compute ``loss``, ``segment_f1`` and the counts for ``psds1`` and ``psds2``."""
         outputs, network = self.answers_to(step, name, examples, batch_size).double(), step.models[name]
         valid, y = outputs[:, :, 0] != _NO_TOKEN, torch.from_numpy(_list_events(examples))
-        losses = _compute_losses(outputs.logit(_SMALLEST), valid, y, _count_frames_per_token(network), True)
-        seconds = examples.frame_seconds * _count_frames_per_token(network)
+        losses = _compute_losses(outputs.logit(_SMALLEST), valid, y, count_frames_per_token(network), True)
+        seconds = examples.frame_seconds * count_frames_per_token(network)
         counts: np.ndarray | None = None
         right, wrong = 0, 0
         for clip in np.unique(examples.clips):
@@ -216,18 +214,13 @@ def _list_events(examples: Examples) -> np.ndarray:
     return events
 
 
-def _count_frames_per_token(network: nn.Module) -> int:
-    """Return the number of frames from a token of a network to the next, 1 if the network does not define it."""
-    return int(getattr(network, "frames_per_token", 1))
-
-
 def _compute_logits(network: nn.Module, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute logits float32 [batch, tokens, classes], and a mask of the valid tokens, bool [batch, tokens]."""
     frames, count = cast(Any, network).frames(x, lengths)
     logits: Tensor = cast(Any, network).head(frames).float()
     token = torch.arange(logits.shape[1], device=x.device)
     if count is None:  # encoders of clips of a fixed length also have tokens of the padding
-        step = _count_frames_per_token(network)
+        step = count_frames_per_token(network)
         count = torch.full_like(x[:, 0, 0], x.shape[1], dtype=torch.int64) if lengths is None else lengths
         count = (count + step - 1) // step
     return logits, token < count.unsqueeze(1)
@@ -266,7 +259,7 @@ class _Detector(nn.Module):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.frames_per_token = network, _count_frames_per_token(network)
+        self.network, self.frames_per_token = network, count_frames_per_token(network)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         logits, valid = _compute_logits(self.network, x, lengths)

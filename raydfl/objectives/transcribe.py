@@ -16,7 +16,6 @@ Training first learns that most tokens are blank, and answers nothing for many r
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -28,10 +27,10 @@ from torch import Tensor, nn
 from raydfl.core.errors import DataError
 from raydfl.core.metrics import count_edits
 from raydfl.core.ops import ctc_loss
-from raydfl.core.types import Batch, Metrics, Ratio, same_view, view_of
+from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples, Population, join_units
-from raydfl.objectives._objective import Objective
-from raydfl.training import Step, predict
+from raydfl.objectives._tokens import TokenObjective, count_frames_per_token
+from raydfl.training import Step
 
 _IMPOSSIBLE = -1e4
 """Logarithm of a probability that counts as 0. Infinity would make gradients NaN."""
@@ -40,11 +39,10 @@ BLANK = "<blank>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transcribe(Objective):
+class Transcribe(TokenObjective):
     """Speech recognition (data.label_sequences), trained with CTC."""
 
     labels: ClassVar[Literal["one", "sets", "sequences", "any"]] = "sequences"
-    needs_frames: ClassVar[bool] = True
     headline: ClassVar[str] = "cer"
     answers: ClassVar[Literal["class", "set", "score", "text", "none"]] = "text"
 
@@ -58,7 +56,7 @@ class Transcribe(Objective):
 
     def check_network(self, where: str, network: nn.Module, population: Population) -> None:
         """Check that the network has frames, and enough tokens for the transcript of each clip."""
-        Objective.check_network(self, where, network, population)
+        TokenObjective.check_network(self, where, network, population)
         if not population.has_clips or not population.stores:
             return
         view = view_of(network)
@@ -75,17 +73,13 @@ class Transcribe(Objective):
         """Wrap the network to compute the logarithms of the probabilities at each token."""
         return _Transcriber(network)
 
-    def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
-        """Compute the predictor's outputs for examples: float32 [examples, tokens, units + 1], on the CPU."""
-        network = step.models[name]
-        step = dataclasses.replace(step, models={**step.models, name: same_view(self.predictor(network), network)})
-        # Batches have different numbers of tokens.
-        parts = [predict(step, name, examples.take(i), batch_size) for i in examples.order(batch_size, None)]
-        tokens = max((part.shape[1] for part in parts), default=1)
-        outputs = _make_blanks(torch.zeros(len(examples), tokens, len(examples.classes) + 1))
-        for part, index in zip(parts, examples.order(batch_size, None), strict=True):
-            outputs[index, : part.shape[1]] = part
-        return outputs
+    def activate(self, logits: Tensor) -> Tensor:
+        """Compute the logarithms of the probabilities."""
+        return logits.log_softmax(dim=-1)
+
+    def fill(self, zeros: Tensor) -> Tensor:
+        """Return the logarithms of the probabilities of certain blanks."""
+        return _make_blanks(zeros)
 
     def answer_of_clip(self, outputs: Tensor) -> Tensor:
         """Return the outputs of a clip's only segment: float64 [tokens, units + 1]."""
@@ -146,7 +140,7 @@ class _Transcriber(nn.Module):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.frames_per_token = network, count_frames_per_token(network)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         return _compute_log_probabilities(self.network, x, lengths)

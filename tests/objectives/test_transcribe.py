@@ -6,6 +6,7 @@ import csv
 import functools
 import importlib.util
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from raydfl import load_model, run
 from raydfl.cli.predictions import show
-from raydfl.core.errors import ConfigError, DataError, InputError
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.metrics import count_edits, pool, summarise
 from raydfl.core.types import Batch
 from raydfl.data.population import Population
@@ -202,8 +203,18 @@ def test_predictions_equal_the_values_of_the_run(tiny: Tiny) -> None:
     json_out = io.StringIO()
     show(found.values(), 1, "json", "", json_out, "text")
     assert '"text": ' in json_out.getvalue()
-    with pytest.raises(InputError, match="raydfl export does not support transcripts"):
-        export_model(folder)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    exported = export_model(folder, input="wave")
+    assert exported.difference < 1e-4
+    facts = exported.description["onnx"]["outputs"]["log_probabilities"]
+    assert facts["shape"] == ["batch", "any", len(exported.description["classes"])]
+    session = onnxruntime.InferenceSession(exported.path)
+    for sound in sounds:
+        (answers,) = session.run(None, {"samples": sound.values.reshape(1, -1)})
+        best = [index for index, _ in itertools.groupby(answers[0].argmax(axis=1).tolist())]
+        units = [exported.description["classes"][index] for index in best if index]
+        assert exported.description["separator"].join(units) == found[str(sound.name)].text
 
 
 class NoFrames(nn.Module):

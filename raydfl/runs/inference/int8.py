@@ -116,8 +116,8 @@ def _make_feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[d
 def _score(model: RunModel, graph: Graph, examples: Examples) -> float:
     """Compute the objective's headline score of a graph."""
     session, name = open_session(graph.content), model.output_names[0]
-    outputs = np.concatenate([session.run([name], feed)[0] for feed in _make_feeds(model, graph, examples)])
-    metrics = summarise(model.objective.metrics(torch.from_numpy(outputs), examples))
+    outputs = [torch.from_numpy(session.run([name], feed)[0]) for feed in _make_feeds(model, graph, examples)]
+    metrics = summarise(model.objective.metrics(model.objective.join(outputs), examples))
     return metrics[model.objective.headline].value
 
 

@@ -251,11 +251,11 @@ def _compare_graph(content: bytes, model: RunModel, frames: int | None, with_len
 
 
 def compare(actual: np.ndarray, expected: np.ndarray, model: RunModel, case: str, tolerant: bool = False) -> float:
-    """Return the largest absolute difference between a graph's output and the expected one.
+    """Return the largest absolute difference between a graph's output and the expected one. Logarithms count as probabilities.
 
     Args:
         actual: Output of the graph.
-        expected: raydfl's output, of the same shape.
+        expected: raydfl's output, of the same shape. The number of tokens may differ.
         model: Model of a run.
         case: Description of the input, for the error message.
         tolerant: Accept any difference, as for int8.
@@ -263,6 +263,9 @@ def compare(actual: np.ndarray, expected: np.ndarray, model: RunModel, case: str
     Raises:
         InputError: The difference exceeds :data:`TOLERANCE`.
     """
+    # An output at each token may have tokens of padding.
+    both = model.objective.join([torch.from_numpy(actual).double(), torch.from_numpy(expected).double()])
+    actual, expected = np.split((both.exp() if model.objective.answers == "text" else both).numpy(), 2)
     difference = float(np.abs(actual - expected).max())
     if not tolerant and not difference <= TOLERANCE * max(1.0, float(np.abs(expected).max())):
         raise InputError(

@@ -13,9 +13,10 @@ from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
 from raydfl.engine.storage import file_name_of
+from raydfl.objectives import Events, TokenObjective
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import RunModel, load_model
-from raydfl.runs.inference.recordings import LEAST_FRAMES
+from raydfl.runs.inference.recordings import LEAST_FRAMES, find_separator, find_token_seconds
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -26,7 +27,13 @@ _MEANINGS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("set", "logits"): {},
     ("set", "probabilities"): {"what": "sigmoid of the logits, each class by itself"},
     ("score", "score"): {"what": "anomaly score (higher is more anomalous); the mean over the segments of a recording"},
-    ("intervals", "probabilities"): {"what": "probability of each class at each token, -1 after the end of an example"},
+    ("text", "log_probabilities"): {
+        "what": "logarithm of the probability of each output at each token; output 0 is the blank, which is certain after the end "
+        "of an example; transcript: the most probable output of each token, without repeats, then without blanks"
+    },
+    ("intervals", "probabilities"): {
+        "what": "probability of each class at each token before the median filter, -1 after the end of an example"
+    },
     ("embedding", "embedding"): {
         "what": "vector of length 1; for several segments, scale the mean of their vectors to length 1; the cosine of two "
         "recordings is the sum of the products of their values"
@@ -113,11 +120,6 @@ def export_model(
     _check_form(input, quantize, streaming)
     form = "streaming" if streaming else input
     loaded = load_model(run_dir, model, client, trust, best)
-    if loaded.objective.answers == "text":
-        raise InputError(
-            f"raydfl export does not support transcripts, the answers of model {loaded.name!r}. Use raydfl predict, or the outputs "
-            f"of raydfl.load_model."
-        )
     path = _make_default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
@@ -209,16 +211,18 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
             facts |= {name: {"begins": 0}, f"next_{name}": {"what": f"{name} for the next call"}}
     for name in model.output_names:
         facts[name] = dict(_MEANINGS[model.objective.answers, name])
-    if model.objective.answers == "intervals":
-        frames = getattr(model.network, "frames_per_token", 1)
-        facts["probabilities"]["seconds_per_token"] = frames * (model.view.features.frame_seconds or 0.0)
+    if isinstance(model.objective, TokenObjective):
+        facts[model.output_names[0]]["seconds_per_token"] = find_token_seconds(model)
+    facts["final"] = {
+        "what": "number of the first tokens that later samples cannot change; the next call returns the tokens after them"
+    }
 
     def describe(value: Any) -> dict[str, Any]:
         tensor = value.type.tensor_type
         sizes = [size.dim_param or size.dim_value for size in tensor.shape.dim]
         return {
             "dtype": "int64" if tensor.elem_type == onnx.TensorProto.INT64 else "float32",
-            "shape": ["any" if size == "frames" else size for size in sizes],
+            "shape": [size if size in (*names, "batch") or isinstance(size, int) else "any" for size in sizes],
             **facts[value.name],
         }
 
@@ -261,6 +265,12 @@ def _describe(model: RunModel, content: bytes, file: str, difference: float, mor
             }
         ),
         **({"has_class_from": set_threshold} if set_threshold is not None else {}),
+        **({"separator": find_separator(model)} if model.objective.answers == "text" else {}),
+        **(
+            {"median_filter_tokens": model.objective.count_filter_tokens(find_token_seconds(model))}
+            if isinstance(model.objective, Events)
+            else {}
+        ),
         "front_end": describe_front_end(
             model.view,
             model.statistics,

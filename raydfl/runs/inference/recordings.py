@@ -35,6 +35,7 @@ from raydfl.data.features import (
     z_scores,
 )
 from raydfl.data.sets import PACKED_SUFFIXES, list_contents, list_recordings
+from raydfl.objectives import count_frames_per_token
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.threshold import Threshold
 
@@ -331,9 +332,17 @@ def answer(model: RunModel, logits: Tensor, examples: Examples | None = None) ->
 
 def write_transcript(model: RunModel, values: np.ndarray) -> str:
     """Return the transcript of a recording from the objective's answer, float64 [tokens, classes]."""
-    transcripts = model.data.label_sequences
-    joint = "" if transcripts is None else transcripts.joint
-    return model.objective.transcript(values, model.classes[1:], joint)  # the first class is the blank
+    return model.objective.transcript(values, model.classes[1:], find_separator(model))  # the first class is the blank
+
+
+def find_separator(model: RunModel) -> str:
+    """Return the text between two units of a transcript."""
+    return "" if model.data.label_sequences is None else model.data.label_sequences.joint
+
+
+def find_token_seconds(model: RunModel) -> float:
+    """Return the time between two tokens of a network with outputs at each token."""
+    return count_frames_per_token(model.network) * (model.view.features.frame_seconds or 0.0)
 
 
 def list_intervals(model: RunModel, values: np.ndarray) -> list[Event]:

@@ -6,9 +6,10 @@ Each answer treats all samples so far as one recording, and equals the answer of
 - ``tail``, float32 [batch, samples]: the last samples, input of future frames;
 - ``frames``, float32 [batch, frames, bands]: the last frames, input of future convolutions;
 - ``hidden``, float32 [1, batch, units]: state of the GRU after its last final step;
-- ``total``, float32 [batch, units]: sum of the GRU's outputs up to its last final step.
+- ``total``, float32 [batch, units]: sum of the GRU's outputs up to its last final step. Only for one answer per recording.
 
 A step is final when no future sample can change it. Each call starts after the last final step, and later calls recompute the rest.
+Transcripts and events have an answer at each step. Their graph also returns ``final``, int64 [1], the number of final steps.
 No shape depends on the state: a call computes the largest number of frames and steps its samples can need, and masks the surplus.
 The ends follow the rules of a complete recording: reflection, zero padding of each convolution, and poolings that drop a remainder.
 
@@ -31,13 +32,12 @@ from torch import Tensor, nn
 from raydfl.core.errors import InputError
 from raydfl.data.features import FeatureSettings, SpeechEmbeddingFeatures
 from raydfl.models import CRNN
+from raydfl.objectives import TokenObjective
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.network import compare, replace_modules, trace
 from raydfl.runs.inference.recordings import FrontEnd
-from raydfl.runs.inference.wave import Features, make_sounds, predict_waves, read_settings
+from raydfl.runs.inference.wave import Features, make_sounds, omit_filter, predict_waves, read_settings
 
-STATES = ("heard", "tail", "frames", "hidden", "total")
-"""State inputs. They start as zeros; afterwards they are the outputs ``next_heard`` ... of the preceding call."""
 _SECONDS, _PIECE = 0.83, 0.02
 
 
@@ -73,7 +73,10 @@ class Streaming(nn.Module):
             "hidden": [1, "batch", units],
             "total": ["batch", units],
         }
-        """Shapes of the state by name, with ``"batch"`` for the free dimension."""
+        """Shapes of the state inputs by name, with ``"batch"`` for the free dimension. They start as zeros; afterwards they are the
+        outputs ``next_heard`` ... of the preceding call."""
+        if isinstance(self.objective, TokenObjective):
+            del self.shapes["total"]
 
     def start(self, batch: int) -> tuple[Tensor, ...]:
         """Create the state before the first call."""
@@ -82,9 +85,15 @@ class Streaming(nn.Module):
         return heard.long(), *rest
 
     def forward(
-        self, samples: Tensor, heard: Tensor, tail: Tensor, frames: Tensor, hidden: Tensor, total: Tensor
+        self,
+        samples: Tensor,
+        heard: Tensor,
+        tail: Tensor,
+        frames: Tensor,
+        hidden: Tensor,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the answers for all samples so far, and the next state (:data:`STATES`)."""
+        """Compute the answers for all samples so far, or for all steps of this call and ``final``, and the next state."""
         before, after = heard[0], heard[0] + samples.shape[1]
         first_frame, final_frame = self._count_final_frames(before), self._count_final_frames(after)
         first_step, final_step = self._count_final_steps(first_frame), self._count_final_steps(final_frame)
@@ -111,18 +120,21 @@ class Streaming(nn.Module):
                 x = torch.where(_is_inside(begin + torch.arange(x.shape[1]), lengths[layer]), x, 0.0)
         outputs = self.network.gru(x, hidden)[0]
         numbers = torch.arange(steps)[None, :, None]
-        complete = total + torch.where(numbers < lengths[-1] - first_step, outputs, 0.0).sum(1)
-        final = final_step - first_step
-        answers = self.objective.answer(self.network.output(complete / lengths[-1]))
+        begun, final = numbers < lengths[-1] - first_step, (final_step - first_step).reshape(1)
         states = torch.cat([hidden.transpose(0, 1), outputs], 1)
-        return (
-            answers,
+        state = (
             after.reshape(1),
             _take_clamped(sounds, samples.shape[1] + torch.arange(self.kept_samples)),
             _take_clamped(known, final_frame - first_frame + torch.arange(self.kept_frames)),
-            _take_clamped(states, final.reshape(1)).transpose(0, 1),
-            total + torch.where(numbers < final, outputs, 0.0).sum(1),
+            _take_clamped(states, final).transpose(0, 1),
         )
+        if isinstance(self.objective, TokenObjective):
+            tokens = self.objective.activate(self.network.output(outputs))
+            return torch.where(begun, tokens, self.objective.fill(torch.zeros_like(tokens))), final, *state
+        assert total is not None  # noqa: S101 - the state of other objectives
+        complete = total + torch.where(begun, outputs, 0.0).sum(1)
+        answers = self.objective.answer(self.network.output(complete / lengths[-1]))
+        return answers, *state, total + torch.where(numbers < final, outputs, 0.0).sum(1)
 
     def _count_frames(self, samples: Tensor) -> Tensor:
         """Return the number of frames of a recording."""
@@ -174,12 +186,13 @@ def _check_network(model: RunModel) -> CRNN:
     Raises:
         InputError: The model does not support streaming.
     """
-    network, features, pipeline = model.network, read_settings(model), model.view.pipeline
+    tokens, features, pipeline = isinstance(model.objective, TokenObjective), read_settings(model), model.view.pipeline
+    network: Any = model.network.network if tokens else model.network  # of a predictor
     subject = f"--streaming: model {model.name!r} ({model.spec.architecture})"
-    if not isinstance(network, CRNN) or model.objective.answers not in ("class", "set"):
+    if not isinstance(network, CRNN) or not (tokens or model.objective.answers in ("class", "set")):
         raise InputError(
-            f"{subject} does not support streaming. Use a CRNN classifier, such as crnn_tiny, crnn_lite or crnn_mid, or export "
-            f"with --input wave."
+            f"{subject} does not support streaming. Use a CRNN, such as crnn_tiny, crnn_lite or crnn_mid, for classes, transcripts "
+            f"or events, or export with --input wave."
         )
     if network.gru.bidirectional:
         raise InputError(
@@ -229,16 +242,26 @@ class Stream:
         """
         self._session = session
         _, *state = session.get_inputs()
+        self._tokens: np.ndarray | None = None
+        """The final tokens."""
         dtypes = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
         sizes = {item.name: [batch if size == "batch" else size for size in item.shape] for item in state}
         self._state = {item.name: np.zeros(sizes[item.name], dtypes[item.type]) for item in state}
 
     def process(self, samples: np.ndarray) -> np.ndarray:
-        """Process the next samples, float32 [batch, samples], and return the answers so far, float32 [batch, answers]."""
-        answers: np.ndarray
-        answers, *state = self._session.run(None, {"samples": samples, **self._state})
+        """Process the next samples, float32 [batch, samples], and return the answers so far.
+
+        Returns:
+            float32 [batch, answers], or [batch, tokens, answers] for transcripts and events.
+        """
+        answers, *rest = self._session.run(None, {"samples": samples, **self._state})
+        state = rest[-len(self._state) :]
         self._state = dict(zip(self._state, state, strict=True))
-        return answers
+        if len(rest) > len(state):  # outputs at each token
+            begun = 0 if self._tokens is None else self._tokens.shape[1]
+            answers = answers if self._tokens is None else np.concatenate([self._tokens, answers], axis=1)
+            self._tokens = answers[:, : begun + int(rest[0][0])]
+        return np.asarray(answers)
 
 
 def build_stream_graph(model: RunModel) -> bytes:
@@ -248,9 +271,10 @@ def build_stream_graph(model: RunModel) -> bytes:
         InputError: The model does not support streaming.
     """
     module = Streaming(model)
-    examples = dict(zip(("samples", *STATES), (torch.randn(2, 1_000), *module.start(2)), strict=True))
+    examples = dict(zip(("samples", *module.shapes), (torch.randn(2, 1_000), *module.start(2)), strict=True))
     sizes = [{n: size for n, size in enumerate(shape) if size == "batch"} for shape in module.shapes.values()]
-    outputs = [model.output_names[-1], *(f"next_{name}" for name in STATES)]
+    final = ["final"] if isinstance(model.objective, TokenObjective) else []
+    outputs = [model.output_names[-1], *final, *(f"next_{name}" for name in module.shapes)]
     return trace(replace_modules(module).eval(), examples, [{0: "batch", 1: "samples"}, *sizes], outputs)
 
 
@@ -264,7 +288,7 @@ def measure_difference(process: Callable[[np.ndarray], np.ndarray], model: RunMo
     Raises:
         InputError: The difference exceeds 1e-4.
     """
-    front_end, settings = FrontEnd(remove_limits(model)), read_settings(model)
+    front_end, settings = FrontEnd(omit_filter(remove_limits(model))), read_settings(model)
     rate, window, worst = settings.sample_rate, settings.window, 0.0
     waves, piece = make_sounds(round(_SECONDS * rate), rate), round(_PIECE * rate)
     for end in range(piece, waves.shape[1] + 1, piece):

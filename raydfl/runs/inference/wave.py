@@ -7,6 +7,7 @@ recordings are equally long. Before writing, the export compares the graph with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import DataError, InputError
 from raydfl.data.features import BY_TRAINING_CLIPS, EPSILON, FeatureSettings, KaldiFeatures, SpeechEmbeddingFeatures
 from raydfl.data.features.front_ends import FRONT_ENDS, larger, smaller, take
-from raydfl.objectives import Classify, Objective, Verify
+from raydfl.objectives import Classify, Events, Objective, TokenObjective, Verify, count_frames_per_token
 from raydfl.runs.inference import embedding
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.network import OPSET, Graph, compare, trace
@@ -99,7 +100,10 @@ class Features(nn.Module):
 
 
 class Answer(nn.Module):
-    """Module from samples float32 [batch, samples] to the answers of ``raydfl predict``, float32 [batch, answers]."""
+    """Module from samples float32 [batch, samples] to the answers of ``raydfl predict``, float32 [batch, answers].
+
+    With outputs at each token: float32 [batch, tokens, answers], for events before the median filter.
+    """
 
     def __init__(self, model: RunModel, network: Network) -> None:
         """Combine the front end and the network of a run's model.
@@ -113,7 +117,10 @@ class Answer(nn.Module):
         """
         super().__init__()
         objective = model.objective
-        overridden = type(objective).answer_of_clip is not Objective.answer_of_clip
+        if isinstance(objective, TokenObjective):
+            overridden = model.view.test_segments is not None
+        else:
+            overridden = type(objective).answer_of_clip is not Objective.answer_of_clip
         if overridden or (objective.averages_logits() and not isinstance(objective, Classify | Verify)):
             raise InputError(
                 f"--input wave: {type(objective).__name__} combines the segments of a recording in Python, which ONNX cannot "
@@ -132,7 +139,10 @@ class Answer(nn.Module):
             lengths = torch.full((x.shape[0],), size)
             filled = torch.cat([x, x.new_zeros(x.shape[0], LEAST_FRAMES, x.shape[2])], 1)
             x = take(filled, 0, larger(size, LEAST_FRAMES))
-        mean = self.network(x, lengths).reshape(batch, count, -1).mean(1)
+        outputs = self.network(x, lengths)
+        if isinstance(self.objective, TokenObjective):
+            return outputs  # of the only segment
+        mean = outputs.reshape(batch, count, -1).mean(1)
         return self.objective.answer(mean) if self.objective.averages_logits() else mean
 
     def parts(self, x: Tensor, sounding: int) -> Tensor:
@@ -176,7 +186,7 @@ def build_answer_graph(model: RunModel, network: Graph) -> bytes:
     """
     inner = onnx.load_from_string(network.content)
     averaged = model.output_names[0 if model.objective.averages_logits() else -1]
-    module = Answer(model, _Placeholder(len(model.classes))).eval()
+    module = Answer(model, _Placeholder(model)).eval()
     content = trace(module, {"samples": torch.randn(2, 12_000)}, [{0: "batch", 1: "samples"}], [model.output_names[-1]])
     proto = onnx.load_from_string(content)
     proto.functions.append(_to_function("Network", inner, averaged))
@@ -202,13 +212,16 @@ def _to_function(name: str, model: Any, output: str) -> Any:
 class _Placeholder(nn.Module):
     """Placeholder node for the network's graph."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, model: RunModel) -> None:
         super().__init__()
-        self.answers = answers
+        self.answers = len(model.classes)
+        self.step = count_frames_per_token(model.network) if isinstance(model.objective, TokenObjective) else None
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         inputs = (x,) if lengths is None else (x, lengths)
-        shape = (x.shape[0], self.answers)
+        # Nothing follows a network with tokens, so their number need not be exact.
+        tokens = () if self.step is None else (x.shape[1] // self.step,)
+        shape = (x.shape[0], *tokens, self.answers)
         return torch.onnx.ops.symbolic("raydfl::Network", inputs, dtype=x.dtype, shape=shape, version=1)
 
 
@@ -244,7 +257,7 @@ def measure_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunMod
     Raises:
         InputError: The difference exceeds 1e-4, relative to the largest answer if it is above 1.
     """
-    front_end, rate, differences = FrontEnd(model), read_settings(model).sample_rate, [0.0]
+    front_end, rate, differences = FrontEnd(omit_filter(model)), read_settings(model).sample_rate, [0.0]
     for seconds in _SECONDS:
         samples = make_sounds(round(seconds * rate), rate)
         expected = predict_waves(front_end, samples, rate)
@@ -252,6 +265,13 @@ def measure_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunMod
             continue
         differences.append(compare(answer(samples), expected, model, f"for {seconds} s", tolerant))
     return max(differences)
+
+
+def omit_filter(model: RunModel) -> RunModel:
+    """Return the model without the median filter of events, which no graph computes."""
+    if not isinstance(model.objective, Events):
+        return model
+    return replace(model, objective=replace(model.objective, median_filter=0.0))
 
 
 def predict_waves(front_end: FrontEnd, waves: np.ndarray, rate: int) -> np.ndarray | None:

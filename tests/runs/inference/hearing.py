@@ -12,13 +12,15 @@ from used_runs import FEATURES
 from raydfl.core.types import ModelSpec
 from raydfl.data import DataSettings
 from raydfl.models import build_model
-from raydfl.objectives import Classify
+from raydfl.objectives import Classify, find_objective
 from raydfl.runs.inference.model import RunModel
 
 CLASSES = ("a", "b", "c")
 
 
-def make_untrained_model(architecture: str, average: str = "probabilities", options: Any = (), **data: Any) -> RunModel:
+def make_untrained_model(
+    architecture: str, average: str = "probabilities", options: Any = (), objective: str = "classify", **data: Any
+) -> RunModel:
     """Make a model for clips with the settings ``data``. Large weights expose small differences of features."""
     settings = DataSettings.model_validate({"name": "spoken_words", "features": FEATURES, **data})
     features, segment, cut = settings.features, settings.first_view.test_segments, settings.first_view.pipeline.cut
@@ -34,7 +36,8 @@ def make_untrained_model(architecture: str, average: str = "probabilities", opti
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(2)
-    objective = Classify(average=average)  # type: ignore[arg-type]
+    goal = Classify(average=average) if objective == "classify" else find_objective({"name": objective})  # type: ignore[arg-type]
+    network = goal.predictor(network).eval()
     return RunModel(
-        Path("runs/x"), "m", "", 1, network, spec, CLASSES, settings, settings.first_view, length, statistics, objective
+        Path("runs/x"), "m", "", 1, network, spec, CLASSES, settings, settings.first_view, length, statistics, goal
     )

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unpooled": ({**PART, "hop_ms": 20, "window_ms": 20, "seconds": 0.1}, {**ONE_WAY, "kernel": 7, "pool": 1}),
     "kaldi": ({"kind": "kaldi", "sample_rate": 16_000, "bands": 24, "frames": 64}, {**ONE_WAY, "kernel": 5}),
 }
+TOKENS = {"transcribe": (PART, ONE_WAY), "events": ({**PART, "centred": False}, {**ONE_WAY, "kernel": 5})}
 
 
 UNEVEN = (3.0, 71.0, 1.25, 33.0)
@@ -68,10 +69,47 @@ def test_streaming_agrees_with_the_complete_recording(case: str, pieces_ms: tupl
     assert np.ptp(actual) > 0.05
 
 
+@pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("objective", TOKENS)
+def test_streamed_tokens_agree_with_the_complete_recording(objective: str, by: str) -> None:
+    """Final tokens, followed by the rest of the last call, are those of the recording so far. Final tokens never change."""
+    from raydfl.runs.inference.network import open_session
+    from raydfl.runs.inference.recordings import FrontEnd
+    from raydfl.runs.inference.streaming import Stream, Streaming, build_stream_graph, remove_limits
+    from raydfl.runs.inference.wave import make_sounds
+
+    features, options = TOKENS[objective]
+    model = make_untrained_model("crnn", options=options, features=features, objective=objective)
+    waves, front_end, module = make_sounds(6000, 8000), FrontEnd(remove_limits(model)), Streaming(model)
+    stream = Stream(open_session(build_stream_graph(model), 1), 2) if by == "ONNX Runtime" else None
+    state, final, end = module.start(2), np.zeros((2, 0, 3), np.float32), 0
+    for piece in itertools.cycle((160, 777, 3, 1600)):
+        begin, end = end, min(end + piece, waves.shape[1])
+        if stream is None:
+            with torch.no_grad():
+                answers, count, *state = module(torch.from_numpy(waves[:, begin:end]), *state)
+            tokens = np.concatenate([final, answers.numpy()], axis=1)
+            final = tokens[:, : final.shape[1] + int(count)]
+        else:
+            tokens = stream.process(waves[:, begin:end])
+        if end > 400:
+            expected = np.stack([front_end.answer_to(wave[:end], 8000) for wave in waves])
+            size = min(tokens.shape[1], expected.shape[1])
+            np.testing.assert_allclose(tokens[:, :size], expected[:, :size], atol=1e-5)
+            fill = model.objective.fill(torch.zeros(1, 1, 3)).numpy()
+            assert (tokens[:, size:] == fill).all()
+            assert (expected[:, size:] == fill).all()
+        if end == waves.shape[1]:
+            break
+    assert np.ptp(expected[:, :size, 1]) > 0.05
+    assert size > 15
+    assert stream is not None or size - 3 <= final.shape[1] < size
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("linear", {}, "Use a CRNN classifier"),
+        ("linear", {}, "Use a CRNN, such as crnn_tiny"),
         ("crnn_base", {}, "needs the end of a recording. Train with bidirectional: false"),
         ("crnn_tiny", {"features": {**PART, "normalise": "clip"}}, "over the whole clip .*normalise: part, group"),
         ("crnn_tiny", {"features": {**PART, "wave": "unit_norm"}}, "divided by the loudness of the whole clip"),
