@@ -45,8 +45,8 @@ _VERSION = 1
 class FSDDStrings(FSDD):
     """Strings of spoken digits.
 
-    Groups are clients: a speaker and a number, such as ``george-3``. Extra columns: ``speaker``, ``takes`` (the recordings) and
-    ``pauses`` (ms, one more than the takes).
+    Groups are clients: a speaker and a number, such as ``george-3``. Extra columns: ``speaker``, ``client`` (the group; test strings
+    are dealt to the clients of their speaker), ``takes`` (the recordings) and ``pauses`` (ms, one more than the takes).
     """
 
     card: ClassVar[Card] = Card(
@@ -151,6 +151,7 @@ class FSDDStrings(FSDD):
                     "group": group,
                     "split": split,
                     "speaker": speaker,
+                    "client": f"{speaker}-{number % self.clients}" if split == "test" else group,
                     "takes": "\n".join(chosen),
                     "pauses": " ".join(map(str, pauses.tolist())),
                 }
