@@ -113,21 +113,18 @@ def _format_amount(value: float | None) -> str:
 def make_controls_table(results: StudyResults) -> Table:
     """Make a table of the controls without training: a line per control, a column per cell of the remaining axes.
 
-    A score has its standard error on the test clips.
+    A score has its standard error on the test clips. Cells with equal scores share a column.
     """
-    others = [name for name in results.study.axes if name != results.study.contestants_axis]
-    cells = results.controls
-    names = dict.fromkeys(name for contestant in cells.values() for name in contestant.controls)
-    lines = []
-    for name in names:
-        scores = [contestant.controls.get(name) for contestant in cells.values()]
+    names = dict.fromkeys(name for contestant in results.controls.values() for name in contestant.controls)
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for labels, contestant in results.controls.items():
+        scores = [contestant.controls.get(name) for name in names]
         texts = ["-" if score is None else f"{score[0]} (standard error {format_number(score[1])})" for score in scores]
-        lines.append([name, *texts])
+        columns.setdefault(tuple(texts), []).append(", ".join(labels))
     title = results.headline.partition(",")[0]
-    return [
-        "control without training",
-        *(", ".join(labels) or title for labels in cells),
-    ] if others or cells else [], lines
+    headings = [title] if len(columns) == 1 else ["; ".join(cells) for cells in columns.values()]
+    lines = [[name, *texts] for name, *texts in zip(names, *columns, strict=True)]
+    return ["control without training", *headings] if columns else [], lines
 
 
 def _bold(text: str, contestant: Contestant) -> str:

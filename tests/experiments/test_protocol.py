@@ -290,7 +290,12 @@ def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: St
         values = json.loads(trial.result_file.read_text())
         values["controls"][0]["standard_error"] = None
         trial.result_file.write_text(json.dumps(values))
-    assert all(contestant.learned for contestant in read_results(finished_study).contestants)
+    results = read_results(finished_study)
+    assert all(contestant.learned for contestant in results.contestants)
+    # Cells with equal scores share a column.
+    headings, (_, raw) = make_controls_table(results)
+    assert headings == ["control without training", "accuracy (%)"]
+    assert raw == ["raw features: linear", "70.00 ± 0.00 (standard error 5.00)"]
 
 
 @pytest.mark.slow
