@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def test_neither_test_and_training_nor_two_clients_share_a_take(draw: Any) -> No
         is_test = group.endswith("-test")
         assert {row["split"] for row in clips} == {"test" if is_test else "train"}
         assert all((int(Path(take).stem.split("_")[2]) < 3) == is_test for take in list_takes(clips))
+        owners = Counter(row["client"] for row in clips)
+        speaker = group.partition("-")[0]
+        assert owners == ({f"{speaker}-0": 10, f"{speaker}-1": 10} if is_test else {group: 40})
 
 
 def test_test_speakers_are_in_the_test_only(draw: Any) -> None:
