@@ -45,8 +45,8 @@ _VERSION = 1
 class FSDDStrings(FSDD):
     """Strings of spoken digits.
 
-    Groups are clients: a speaker and a number, such as ``george-3``. Extra columns: ``speaker``, ``client`` (the group, and for test
-    strings one of their speaker's clients), ``takes`` (the recordings) and ``pauses`` (ms, one more than the takes).
+    Groups are clients: a speaker and a number, such as ``george-3``. Extra columns: ``speaker``, ``client`` (the group, and for
+    test strings one of their speaker's clients), ``takes`` (the recordings) and ``pauses`` (ms, one more than the takes).
     """
 
     card: ClassVar[Card] = Card(
