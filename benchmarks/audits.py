@@ -60,7 +60,7 @@ def format_page(title: str, audits: Mapping[str, Sequence[Mapping[str, Any]]]) -
     yield "The control has fresh coins. Membership: area under the ROC curve of the losses of training and"
     yield "held-out clips, mean (range) over seeds. 0.5: no leak."
     yield ""
-    yield "| training | runs | promise | largest bound | largest possible bound | largest bound of the control | membership |"
+    yield "| cell | runs | promise | largest bound | largest possible bound | largest bound of the control | membership |"
     yield "|---|---|---|---|---|---|---|"
     for name, found in audits.items():
         promises = {audit["promised"] for audit in found}

@@ -7,6 +7,7 @@ this process on one thread and alternate every round; reported is the process's 
 
     python benchmarks/pretrained.py --root PATH/TO/fsdd
     python benchmarks/pretrained.py --root PATH/TO/fsdd --folder PATH/TO/wav2vec2-base
+    python benchmarks/pretrained.py --root PATH/TO/fsdd --ranks      # accuracy with adapters of unequal ranks, instead of costs
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from raydfl import make_config, read_rows
+from raydfl import make_config, read_rows, run
 from raydfl.cluster.server import Server
 from raydfl.data.build import build_population
 from raydfl.runs.folder import create
@@ -73,26 +75,64 @@ def contestants(folder: Path, layers: int) -> dict[str, tuple[dict[str, Any], di
     }
 
 
-def configuration(root: Path, base: Path, name: str, features: Any, model: Any, clients: int) -> Any:
-    """Return the run of one contestant."""
-    return make_config(
-        {
-            "method": "fedavg",
-            "models": {"model": model},
-            "data": {
-                "name": "fsdd",
-                "root": str(root),
-                "features": features,
-                "partition": {"by": "group", "shards": 10},
-                "cache": str(base / f"cache-{name}"),
-            },
-            "train": {"rounds": 100, "cohort": clients / 60, "batch_size": 16, "optimiser": {"lr": 0.01}},
-            "evaluate": {"every": 100_000, "server": False, "clients": "none"},
-            "ray": {"actors": 0, "threads": 1},
-            "run": {"dir": str(base), "name": name},
-            "track": {"mlflow": False},
-        }
-    )
+def list_settings(root: Path, base: Path, name: str, features: Any, model: Any, clients: int) -> dict[str, Any]:
+    """Return the settings of the run of one contestant."""
+    return {
+        "method": "fedavg",
+        "models": {"model": model},
+        "data": {
+            "name": "fsdd",
+            "root": str(root),
+            "features": features,
+            "partition": {"by": "group", "shards": 10},
+            "cache": str(base / f"cache-{name}"),
+        },
+        "train": {"rounds": 100, "cohort": clients / 60, "batch_size": 16, "optimiser": {"lr": 0.01}},
+        "evaluate": {"every": 100_000, "server": False, "clients": "none"},
+        "ray": {"actors": 0, "threads": 1},
+        "run": {"dir": str(base), "name": name},
+        "track": {"mlflow": False},
+    }
+
+
+RANKS: dict[str, tuple[int, Any]] = {
+    "rank 8 for all": (8, "fedavg"),
+    "ranks 2, 4, 8, weighted mean": (8, {"name": "heterofl", "share": "share"}),
+    "ranks 2, 4, 8, `product_mean`": (8, {"name": "heterofl", "share": "share", "rule": "product_mean"}),
+    "rank 2 for all": (2, "fedavg"),
+}
+"""Rank of the server's adapters, and method."""
+
+
+def compare_ranks(given: argparse.Namespace, base: Path, folder: Path) -> Iterator[str]:
+    """Train adapters of the last layer with each choice of ranks, and yield the lines of a table: accuracy and lost share."""
+    features = {"kind": "pretrained", "folder": str(folder.resolve()), "after": LAYERS - 1, "seconds": 0.5}
+    yield f"{given.clients} of 60 clients a round, {given.rounds} rounds; mean and range of {given.seeds} seeds\n"
+    yield "| | accuracy of the last evaluation: % | lost share of the norm, last round: % | up a client: kB |"
+    yield "|---|---|---|---|"
+    for number, (label, (rank, method)) in enumerate(RANKS.items()):
+        found: dict[str, list[float]] = {"accuracy": [], "product_mean/lost": [], "bytes_up": []}
+        for seed in range(1, given.seeds + 1):
+            model = {"name": "pretrained", "folder": str(folder.resolve()), "after": LAYERS - 1, "lora": {"rank": rank}}
+            settings = list_settings(given.root, base, "ranks", features, model, given.clients)
+            settings["method"] = method
+            settings["data"]["profile"] = {"share": {"values": [0.25, 0.5, 1.0]}}
+            settings["train"] |= {
+                "rounds": given.rounds,
+                "together": given.clients,
+                "optimiser": {"name": "adam", "lr": 0.01},
+            }
+            settings["evaluate"] = {"every": given.rounds, "clients": "none"}
+            settings["run"] = {"dir": str(base), "name": f"{number}-{seed}", "seed": seed}
+            config = make_config(settings)
+            rows = [row for row in read_rows(run(config).run_dir).to_pylist() if not row["client"]]
+            for metric in found:
+                found[metric] += [row["value"] for row in rows if row["metric"].endswith(metric)][-1:]
+        accuracy = [100 * value for value in found["accuracy"]]
+        lost = [100 * value for value in found["product_mean/lost"]]
+        shown = f"{statistics.mean(lost):.1f} ({min(lost):.1f} to {max(lost):.1f})" if lost else "-"
+        score = f"{statistics.mean(accuracy):.1f} ({min(accuracy):.1f} to {max(accuracy):.1f})"
+        yield f"| {label} | {score} | {shown} | {statistics.mean(found['bytes_up']) / given.clients / 1000:.1f} |"
 
 
 def main() -> None:
@@ -105,6 +145,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each, after one for warm-up")
     parser.add_argument("--clients", type=int, default=3, help="a round")
     parser.add_argument("--only", default="", help="measure only contestants with this text in their names")
+    parser.add_argument("--ranks", action="store_true", help="accuracy with unequal ranks, in --rounds rounds")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of --ranks")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="raydfl-pretrained-") as temporary:
@@ -112,13 +154,16 @@ def main() -> None:
         folder = given.folder or base / "encoder"
         if given.folder is None:
             write_encoder(folder)
+        if given.ranks:
+            print("\n".join(compare_ranks(given, base, folder)))
+            return
         from raydfl.core.pretrained import read_encoder_folder
 
         every = contestants(folder.resolve(), read_encoder_folder(folder).layers)
         named = {label: contestant for label, contestant in every.items() if given.only in label}
         servers, prepared, kept = [], [], []
         for number, (features, model) in enumerate(named.values()):
-            config = configuration(given.root, base, str(number), features, model, given.clients)
+            config = make_config(list_settings(given.root, base, str(number), features, model, given.clients))
             began = time.process_time()
             build_population(config.data, config.run.seed, run_chunks=map)  # in this process, whose time is measured
             prepared.append(time.process_time() - began)
