@@ -1,13 +1,15 @@
-"""Audit each run of a study with canary clips, and write a table: the promise, the membership attack and the lower bound.
+"""Attack each run of a study, and write a table: the membership attack and, with canary clips, the promise and its lower bound.
 
     python benchmarks/audits.py benchmarks/studies/privacy_silos.yaml
+    python benchmarks/audits.py benchmarks/studies/privacy_clients.yaml
 
-The study's run folders must exist, because an audit needs the model and the clips. Runs with private models alone are skipped.
+The study's run folders must exist, because an attack needs the model and the clips. Runs with private models alone are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -17,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raydfl.core.errors import InputError
 from raydfl.core.yaml import read_yaml
+from raydfl.runs.inference import measure_membership
 
 
 def main() -> None:
@@ -32,7 +36,7 @@ def main() -> None:
     audits: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for file in sorted(results.glob("*.json")):
         result = json.loads(file.read_text())
-        audit = run_audit((given.runs or Path(study["dir"])) / result["run"])
+        audit = run_audit((given.runs or Path(study["dir"])) / result["run"], "canaries" in given.study.read_text())
         if audit is not None:
             audits[", ".join(result["labels"].values())].append(audit)
     page = given.out or results.with_name(f"{results.name}_audit.md")
@@ -41,8 +45,14 @@ def main() -> None:
     print(page.read_text())
 
 
-def run_audit(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the audit of a run; ``None``: the run has no model of its own on the server."""
+def run_audit(run_dir: Path, has_canary_clips: bool) -> Mapping[str, Any] | None:
+    """Return the attacks on a run; ``None``: the run has no model of its own on the server."""
+    if not has_canary_clips:
+        try:
+            return {"membership": dataclasses.asdict(measure_membership(run_dir, trust=False))}
+        except InputError as error:
+            print(f"{run_dir.name}: {error}", file=sys.stderr)
+            return None
     command = [sys.executable, "-m", "raydfl", "audit", str(run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
@@ -54,8 +64,18 @@ def run_audit(run_dir: Path) -> Mapping[str, Any] | None:
 
 def format_page(title: str, audits: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
     """Format the audits of each cell as Markdown: means over the runs, and the largest lower bound."""
+    canary_clips = all("canary_clips" in audit for found in audits.values() for audit in found)
     yield f"# Audit: {title}"
     yield ""
+    if not canary_clips:
+        yield "Membership: area under the ROC curve of the losses of training and held-out clips, mean (range) over"
+        yield "seeds. 0.5: no leak."
+        yield ""
+        yield "| cell | runs | membership |"
+        yield "|---|---|---|"
+        for name, found in audits.items():
+            yield f"| {name} | {len(found)} | {format_membership(found)} |"
+        return
     yield "Promise: epsilon of the largest client. Bounds: 95 % lower bounds of epsilon from canary clips."
     yield "The control has fresh coins. Membership: area under the ROC curve of the losses of training and"
     yield "held-out clips, mean (range) over seeds. 0.5: no leak."
@@ -67,10 +87,14 @@ def format_page(title: str, audits: Mapping[str, Sequence[Mapping[str, Any]]]) -
         promise = "none" if None in promises else f"{max(promises):.2f}"
         clips = [audit["canary_clips"] for audit in found]
         bound, control = (max(clip[kind]["lower_bound"] for clip in clips) for kind in ("found", "control"))
-        areas = [audit["membership"]["auc"] for audit in found]
-        attack = f"{statistics.mean(areas):.3f} ({min(areas):.3f} to {max(areas):.3f})"
         largest = max(clip["largest"] for clip in clips)
-        yield f"| {name} | {len(found)} | {promise} | {bound:.2f} | {largest:.2f} | {control:.2f} | {attack} |"
+        yield f"| {name} | {len(found)} | {promise} | {bound:.2f} | {largest:.2f} | {control:.2f} | {format_membership(found)} |"
+
+
+def format_membership(audits: Sequence[Mapping[str, Any]]) -> str:
+    """Format the mean and the range of the membership attack."""
+    areas = [audit["membership"]["auc"] for audit in audits]
+    return f"{statistics.mean(areas):.3f} ({min(areas):.3f} to {max(areas):.3f})"
 
 
 if __name__ == "__main__":
