@@ -32,7 +32,7 @@ def read_trials(path: Path, clips: Sequence[str]) -> np.ndarray:
     with reading(where):
         lines = read_regular(path).decode("utf-8-sig").splitlines()
     rows = {clip: row for row, clip in enumerate(clips)}
-    trials = []
+    trials, answers = [], dict[tuple[str, ...], str]()
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words:
@@ -47,6 +47,13 @@ def read_trials(path: Path, clips: Sequence[str]) -> np.ndarray:
                     f"{where}: line {number}: unknown clip {clip!r}. Write names as in the list of clips, such as "
                     f"{clips[0]!r}"
                 )
+        if words[1] == words[2]:
+            raise DataError(f"{where}: line {number} compares the clip {words[1]!r} with itself. Remove the line")
+        pair = tuple(sorted(words[1:]))
+        if answers.setdefault(pair, words[0]) != words[0]:
+            raise DataError(
+                f"{where}: line {number}: an earlier line has the other answer for {words[1]!r} and {words[2]!r}. Remove one"
+            )
         trials.append((rows[words[1]], rows[words[2]], int(words[0])))
     if not trials:
         raise DataError(f"{where} has no trials. Write a line 1 CLIP CLIP or 0 CLIP CLIP for each pair")

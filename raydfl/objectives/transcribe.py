@@ -64,6 +64,24 @@ class Transcribe(TokenObjective):
             for examples in population.read_role(role):
                 _check_lengths(where, cast(Any, network), examples.select_view(view))
 
+    def remarks(self, population: Population) -> Sequence[str]:
+        """Return a warning if clips may be cut off, because their transcripts stay whole."""
+        if not population.has_clips or not population.stores:
+            return ()
+        full = number = 0
+        for examples in population.read_role("train"):
+            store, starts = examples.first_view.store, examples.first_view.starts
+            if store.length is None:
+                return ()
+            lengths = store.lengths[np.searchsorted(store.offsets, starts, side="right") - 1]
+            full, number = full + int((lengths == store.length).sum()), number + len(starts)
+        if not full:
+            return ()
+        return (
+            f"{full:,} of {number:,} training clips last at least data.features.seconds. Their ends may be cut off, but their "
+            f"transcripts are whole. Raise data.features.seconds, or set it to null",
+        )
+
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Compute the mean CTC loss, each clip divided by its number of units."""
         network = step.models[name]
@@ -182,5 +200,6 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
             raise DataError(
                 f"{where}: the transcript {text!r} (clip {examples.clips[index]} of the list) needs {needed[index]} tokens, one "
                 f"for each unit and one between equal neighbours, but the network has {tokens} for its {shortest} frames. Lower "
-                f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out."
+                f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
+                f"may need more tokens than yours."
             )

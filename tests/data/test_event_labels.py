@@ -33,6 +33,10 @@ def test_labels_list_events_in_the_order_of_time() -> None:
     assert write_events([]) == "|"
     assert parse_events("|") == []
     assert parse_events(" b | a") == [(-np.inf, np.inf, "b"), (-np.inf, np.inf, "a")]
+    for text in ("0.5-1.25dog", ".5-1 dog", "0.5 - 1.0 dog", "1e-1-2 dog"):
+        with pytest.raises(DataError, match=r"has no valid times. Write onset, hyphen, offset, space, class"):
+            parse_events(f"0-1 rain|{text}")
+    assert parse_events("dog-2-3") == [(-np.inf, np.inf, "dog-2-3")]
     classes, table = split_events(["1-2 b|2-3 b", "c10", "|", "0-1 c9"])
     assert classes == ["b", "c9", "c10"]
     assert table.tolist() == [

@@ -59,6 +59,8 @@ def test_natural_order_compares_numbers_and_letters_keep_their_marks() -> None:
         "\u0940",
     ]  # a vowel sign is a mark
     assert split_sequences(["a|b c"], LabelSequenceSettings(units="words", separator="|"))[0] == ["a", "bc"]
+    assert split_sequences(["aXb"], LabelSequenceSettings(units="words", separator="X"))[0] == ["a", "b"]
+    assert split_sequences(["a\tb\nc"], LabelSequenceSettings(units="words"))[0] == ["a", "b", "c"]
 
 
 def test_all_transcripts_empty_is_an_error() -> None:
@@ -131,10 +133,11 @@ def test_partitions_and_splits_by_label_use_the_rarest_unit(tiny: Tiny) -> None:
     assert len(population.test) == 12  # a quarter of the 12 clips of each letter
 
 
-def test_wrong_transcripts_replace_units_of_the_chosen_clients(tiny: Tiny) -> None:
+@pytest.mark.parametrize("units", ["words", "characters"])
+def test_wrong_transcripts_replace_units_of_the_chosen_clients(tiny: Tiny, units: str) -> None:
     base = (
         SPEECH,
-        "data.label_sequences={units: words}",
+        f"data.label_sequences={{units: {units}}}",
         "objective=transcribe",
         "data.split={}",
         "data.partition={by: group}",
@@ -147,6 +150,10 @@ def test_wrong_transcripts_replace_units_of_the_chosen_clients(tiny: Tiny) -> No
         before, after = (population.data(index).train for population in (clean, wrong))
         y, z = (examples.targets(examples.labels) for examples in (before, after))
         np.testing.assert_array_equal(y < 0, z < 0)  # lengths stay
+        if units == "characters":
+            space = clean.classes.index(" ")
+            assert (y == space).any()
+            np.testing.assert_array_equal(y == space, z == space)  # words keep their lengths, too
         share = (y != z)[y >= 0].mean()
         assert (share == 0) if name == "g0" else 0.2 < share < 0.8
     np.testing.assert_array_equal(*(p.test.targets(p.test.labels) for p in (clean, wrong)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.util
 import io
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from raydfl.cli.predictions import show
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.metrics import count_edits, pool, summarise
 from raydfl.core.types import Batch
+from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.objectives.transcribe import Transcribe, count_needed_tokens
@@ -67,10 +69,7 @@ def test_edits_equal_the_recursive_definition() -> None:
     assert count_edits(["one", "two"], ["two"]) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jiwer") is None, reason="jiwer is not installed")
 def test_error_rates_equal_jiwers() -> None:
-    import jiwer
-
     rng = np.random.default_rng(1)
     for _ in range(1000):
         truth, answer = (" ".join(draw_text(rng).split()) for _ in range(2))
@@ -215,6 +214,15 @@ def test_predictions_equal_the_values_of_the_run(tiny: Tiny) -> None:
         best = [index for index, _ in itertools.groupby(answers[0].argmax(axis=1).tolist())]
         units = [exported.description["classes"][index] for index in best if index]
         assert exported.description["separator"].join(units) == found[str(sound.name)].text
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [("null", False), ("0.1", True), ("2.0", False)])
+def test_clips_that_may_be_cut_off_cause_a_warning(tiny: Tiny, seconds: str, warns: bool) -> None:
+    config = tiny(*SPOKEN, f"data.features.seconds={seconds}")
+    remarks = Transcribe().remarks(build_population(config.data, 1))
+    assert [
+        bool(re.search(r"training clips last at least data.features.seconds.*Raise", text)) for text in remarks
+    ] == [True] * warns
 
 
 class NoFrames(nn.Module):

@@ -419,6 +419,8 @@ def test_errors_name_the_place_the_problem_and_the_remedy(
         ("", "has no trials. Write a line 1 CLIP CLIP"),
         ("1 v4/0.wav v4/1.wav\n2 v4/0.wav v4/1.wav\n", r"line 2 is '2 v4/0.wav v4/1.wav'. Write 1 or 0"),
         ("1 v4/0.wav\n", "line 1 is '1 v4/0.wav'"),
+        ("1 v0/0.wav v0/0.wav\n", r"line 1 compares the clip 'v0/0.wav' with itself"),
+        ("1 v0/0.wav v0/1.wav\n0 v0/1.wav v0/0.wav\n", r"line 2: an earlier line has the other answer for 'v0/1.wav'"),
         ("\n0 v4/0.wav v4/nine.wav\n", r"line 2: unknown clip 'v4/nine.wav'. .* such as 'v0/0.wav'"),
         ("1 v0/0.wav v0/1.wav\n", "0 trials have both clips in the test set"),
         ("1 v4/0.wav v4/1.wav\n", "1 trials have both clips in the test set, 1 of them of the same speaker"),

@@ -18,7 +18,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
 from raydfl.data.client_ids import to_numbers
-from raydfl.data.steps.label_sequences import END, LabelSequenceSettings, replace_units, split_sequences
+from raydfl.data.steps.label_sequences import LabelSequenceSettings, replace_units, split_sequences
 from raydfl.data.steps.listing import Assignment, set_columns
 from raydfl.data.tables import encode
 
@@ -95,7 +95,7 @@ def corrupt(
         tables: the assigned clips.
         settings: noise and label errors.
         seed: seed of the run.
-        transcripts: form of labels that are transcripts. Label errors replace their units.
+        transcripts: form of labels that are transcripts. Label errors replace their units, except the space.
 
     Raises:
         DataError: more clients than the federation has, or an unknown id.
@@ -115,7 +115,11 @@ def corrupt(
                 label[clips] = draw_labels(label[clips], len(known), rate, seed, owner)
                 continue
             drawn = sequences[label[clips]]
-            drawn[drawn != END] = draw_labels(drawn[drawn != END], len(units), rate, seed, owner)
+            # A new space could divide or join words, and would be removed at an end.
+            others = np.array([number for number, unit in enumerate(units) if unit != " "], np.int32)
+            replaced = np.isin(drawn, others)
+            codes = np.searchsorted(others, drawn[replaced])
+            drawn[replaced] = others[draw_labels(codes, len(others), rate, seed, owner)]
             texts = replace_units(units, transcripts, drawn)
             label[clips] = [known.setdefault(text, len(known)) for text in texts]
     noise = train & (client >= 0)

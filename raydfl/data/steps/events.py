@@ -28,6 +28,8 @@ SEPARATOR = "|"
 """Text between two events of a label. Alone, it is the label of a clip without events."""
 _NO_CLASS = -1
 _TIMED = re.compile(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?) (.+)", re.DOTALL)
+_TIMES = re.compile(r"[\d.]+(e-?\d+)?\s*-\s*[\d.]")
+"""Start of a text that was meant to have times."""
 _ALWAYS = (-math.inf, math.inf)
 """Onset and offset of an event without times."""
 
@@ -190,6 +192,11 @@ def parse_events(label: str) -> list[Event]:
     events: list[Event] = []
     for text in filter(None, (part.strip() for part in label.split(SEPARATOR))):
         timed = _TIMED.fullmatch(text)
+        if timed is None and _TIMES.match(text):
+            raise DataError(
+                f"data.events: {text!r} in the label {json.dumps(label)} has no valid times. Write onset, hyphen, offset, space, "
+                f"class: 0.5-1.25 dog"
+            )
         events.append((*_ALWAYS, text) if timed is None else (float(timed[1]), float(timed[2]), timed[3]))
     _check_events(events, f"data.events: the label {json.dumps(label)}")
     return events

@@ -38,7 +38,8 @@ class LabelSequenceSettings(Settings):
 
     def split(self, label: str) -> list[str]:
         """Normalise a label, and split it into units."""
-        words = ["".join(filter(self._is_kept, word)) for word in _normalise(label).split(self.separator)]
+        separator = None if self.separator == " " else _normalise(self.separator)  # None: any white space
+        words = ["".join(filter(self._is_kept, word)) for word in _normalise(label).split(separator)]
         words = [word for word in words if word]
         return words if self.units == "words" else list(" ".join(words))
 

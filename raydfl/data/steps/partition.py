@@ -142,5 +142,5 @@ def check_classes(tables: Assignment, listed: Assignment, readable: Assignment) 
             f"no client has a clip of label {tables.classes[number]!r}: of its {count(listed)[number]} clips "
             f"{count(readable)[number]} can be read, {count(tables, 'test')[number]} are in the test set and "
             f"{count(tables, 'server_validation')[number]} in the server's validation set. Change data.split or "
-            "data.partition, or leave the label out with data.leave_out"
+            "data.partition, leave the label out with data.leave_out, or use it in tests only (data.unseen=keep)"
         )
