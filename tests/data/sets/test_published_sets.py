@@ -60,6 +60,7 @@ ROOTED = [
         "librispeech",
         "common_voice",
         "fsdd_strings",
+        "grid",
         "soundscapes",
         "desed",
         "voxceleb",
@@ -100,6 +101,10 @@ def test_long_folder_listings_are_shortened(layout: Layout) -> None:
         ("ravdess", "Actor_01/03-01-09-01-01-01-01.wav"),
         ("esc", "001 - Dog bark/dog.ogg"),
         ("ucf101", "UCF-101/Typing/v_Typing_1.avi"),
+        ("grid", "s1/bbaw2n.mpg"),  # w is not a letter of the corpus
+        ("grid", "s1/bbaf0n.mpg"),  # zero is z
+        ("grid", "s1/bbaf2.wav"),
+        ("grid", "s1/bbaf2nn.wav"),
     ],
 )
 def test_unexpected_file_names_are_rejected(name: str, file: str, layout: Layout) -> None:
@@ -143,6 +148,11 @@ LIBRISPEECH: Files = {
     **make_recordings("train-clean-100/19/198/19-198-0000.flac", "test-clean/61/70968/61-70968-0000.flac"),
     "train-clean-100/19/198/19-198.trans.txt": "19-198-0000 NORTHANGER ABBEY\n19-198-0001 IT'S SHE\n",
     "test-clean/61/70968/61-70968.trans.txt": "61-70968-0000 HE BEGAN\n",
+}
+GRID: Files = {
+    **make_recordings("s1/bbaf2n.wav", "s34/audio/pgizzp.wav", "sbwa1s.wav"),
+    "s2/video/mpg_6000/lwbsza.mpg": "not opened",
+    "s2/align/lwbsza.align": "0 23750 sil\n",
 }
 VOXCELEB = make_recordings(
     "wav/id10001/1zcIwhmdeo4/00001.wav", "wav/id10270/5r0dWxy17C8/00001.wav", "dev/id00012/21Uxsk56VDQ/00001.flac"
@@ -297,6 +307,15 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
                     "train-clean-100",
                 ),
                 ("train-clean-100/19/198/19-198-0001.flac", "IT'S SHE", "19", "train", "198", "train-clean-100"),
+            ],
+        ),
+        (
+            *("grid", GRID, {}, "clip label group split"),
+            [
+                ("s1/bbaf2n.wav", "bin blue at f two now", "s1", None),
+                ("s2/video/mpg_6000/lwbsza.mpg", "lay white by s zero again", "s2", None),
+                ("s34/audio/pgizzp.wav", "place green in z zero please", "s34", None),
+                ("sbwa1s.wav", "set blue with a one soon", None, None),
             ],
         ),
         (
@@ -543,6 +562,10 @@ def test_small_trees_are_listed_in_their_published_layout(
             ),
             r"DESED: line 2 of .*weak.tsv: clip 'a.wav': event 'Dog' from 2 s to 1 s has no length",
         ),
+        (
+            *("grid", GRID | {"video/s1/bbaf2n.mpg": ""}, {}),
+            "has two files of the sentence 'bin blue at f two now': s1/bbaf2n.wav and video/s1/bbaf2n.mpg. Set data.root to",
+        ),
         ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3. Choose from 1, 2"),
     ],
 )
@@ -642,6 +665,27 @@ def test_each_of_the_eight_channels_of_mimii_can_be_chosen(recordings: Path) -> 
 def test_notmnist_is_read_in_the_format_of_mnist(recordings: Path) -> None:
     manifest = build_dataset("mnist", recordings / "notmnist", {"names": tuple("ABCDEFGHIJ")}).manifest()
     assert Counter(manifest.column("label").to_pylist()) == dict.fromkeys("ABCDEFGHIJ", 1000)
+
+
+def test_sentences_of_grid_are_spelled_by_the_names_of_its_videos(recordings: Path) -> None:
+    root = recordings / "video" / "GRID"
+    if not root.is_dir():
+        pytest.skip(f"no videos in {root}")
+    dataset = build_dataset("grid", root, {})
+    rows = dataset.manifest().to_pylist()
+    assert {row["clip"]: row["label"] for row in rows} == {
+        "bbaf2n.mpg": "bin blue at f two now",
+        "brbk7n.mpg": "bin red by k seven now",
+        "lbax4n.mpg": "lay blue at x four now",
+        "lbbc2a.mpg": "lay blue by c two again",
+        "lrwp9a.mpg": "lay red with p nine again",
+        "lwbsza.mpg": "lay white by s zero again",
+    }
+    pytest.importorskip("av", reason="the package of the extra video is not installed")
+    for row in rows:
+        samples, rate = dataset.read(row)
+        assert (rate, len(samples) / rate) == (44100, pytest.approx(3.0, abs=0.05))
+        assert dataset.image(row).shape == (288, 360, 3)
 
 
 def test_attributes_of_dcase_2023_are_columns(recordings: Path) -> None:
