@@ -28,6 +28,7 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
     """
     from raydfl.data import build_population  # PyTorch takes seconds
     from raydfl.engine import (
+        STUDY,
         Clients,
         count_parameters,
         expect_steps,
@@ -62,6 +63,8 @@ def privacy_command(file: File, overrides: Overrides = None) -> None:
     else:
         summed = sum_deviation(cast(Gaussian, rule).bands, rounds)
         _print_clients(plan_mechanism(config, clients.eligible), rounds, parameters, summed)
+    if config.privacy.key == "seed":
+        print(f"every epsilon is {STUDY}")  # noqa: T201
 
 
 def _print_clients(mechanism: Any, rounds: int, parameters: int, summed: float) -> None:
@@ -183,7 +186,15 @@ def audit_command(
         canaries = {} if audit is None else audit.to_dict()
         canary_clips = {} if clips is None else {"canary_clips": clips.to_dict()}
         promise = promised if math.isfinite(promised) else None  # JSON has no infinity
-        values = {"promised": promise, "violated": violated, **canaries, **canary_clips, "membership": measured}
+        warning = {} if stored is None or not stored.get("warning") else {"warning": stored["warning"]}
+        values = {
+            "promised": promise,
+            **warning,
+            "violated": violated,
+            **canaries,
+            **canary_clips,
+            "membership": measured,
+        }
         print(json.dumps(values))  # noqa: T201
     else:
         console.print(f"promised: {text}", markup=False, soft_wrap=True)

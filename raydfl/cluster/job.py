@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.core.noise_key import KEY_FILE
 
 _COPIES = ("runtime_resources", "working_dir_files")
 """Folder of unpacked working directories, in the temporary folder of Ray's session."""
@@ -41,19 +42,24 @@ def check_persistent(folders: Mapping[str, str | Path]) -> None:
 
 
 def check_no_token(token: str) -> None:
-    """Reject a job with an authentication token in its uploaded working directory.
+    """Reject a job with an authentication token, or the key of a private run, in its uploaded working directory.
 
     Args:
         token: Token of the cluster; empty: check only the names of files.
 
     Raises:
-        ConfigError: A file contains the token or has the name of a token file.
+        ConfigError: A file contains the token, or has the name of a token file or of a key.
     """
     if not is_job() or _COPIES not in itertools.pairwise(Path.cwd().parts):
         return
     for folder, _, files in os.walk(Path.cwd()):
         for file in files:
             path = Path(folder, file)
+            if file == KEY_FILE:
+                raise ConfigError(
+                    f"{path.relative_to(Path.cwd())} was uploaded with the job's working directory and reveals the noise of a "
+                    f"private run. List it in .rayignore, and submit the job again."
+                )
             if path.suffix == ".token" or file == "auth_token" or (token and _holds(path, token)):
                 raise ConfigError(
                     f"{path.relative_to(Path.cwd())} was uploaded with the job's working directory and contains a token that lets "

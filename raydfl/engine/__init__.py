@@ -26,7 +26,7 @@ from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, split_pieces
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import EarlyOrders, Pool, SerialPool
-from raydfl.engine.privacy import count_parameters, describe_run, plan_mechanism, prepare_privacy
+from raydfl.engine.privacy import STUDY, count_parameters, describe_run, plan_mechanism, prepare_privacy
 from raydfl.engine.privacy_audit import audit_model
 from raydfl.engine.probe import try_models
 from raydfl.engine.rule_memory import compute_kept_bytes
@@ -42,6 +42,7 @@ __all__ = [
     "LOCAL",
     "POOLED",
     "SERVER",
+    "STUDY",
     "TIMELINE",
     "WALL",
     "Best",

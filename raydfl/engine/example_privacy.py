@@ -24,7 +24,7 @@ from raydfl.engine.accounting import ExampleMechanism, check_library
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
-from raydfl.engine.privacy import STUDY
+from raydfl.engine.privacy import STUDY, mark_epsilon
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.telemetry import RoundReport, RoundRows
@@ -100,6 +100,7 @@ def prepare_examples(
         RunDirectoryError: The folder has an unusable key.
     """
     mechanism, counts = plan_examples(config, population, clients)
+    secret = config.privacy.key == "secret"
     limit = None if config.run.stop is None else config.run.stop.epsilon
     if limit is not None:
         first = {n: count_steps(n, mechanism.batch, config.train.local_epochs) for n in counts}
@@ -108,11 +109,10 @@ def prepare_examples(
             size = min(least)
             raise ConfigError(
                 f"run.stop.epsilon: the first round of a client with {size} clips already has epsilon "
-                f"{mechanism.compute_epsilon(size, first[size]):.3g}, more than {limit:g}. Raise train.optimiser.private.noise, or "
-                f"run.stop.epsilon"
+                f"{mechanism.compute_epsilon(size, first[size]):.3g}{mark_epsilon([] if secret else [STUDY])}, more than "
+                f"{limit:g}. Raise train.optimiser.private.noise, or run.stop.epsilon"
             )
     run_dir.mkdir(parents=True, exist_ok=True)
-    secret = config.privacy.key == "secret"
     key = NoiseKey.create(run_dir).fingerprint if secret else None
     expected = {(n, expect_steps(config, n, clients.eligible)): number for n, number in counts.items()}
     largest, median = mechanism.summarise(expected)
@@ -276,5 +276,6 @@ class PrivateExamples:
         for client, clips in self.clips.items():
             if steps.get(client, 0) + self.count_steps(client) > self.limits[clips]:
                 now = self.mechanism.compute_epsilon(clips, steps.get(client, 0))
-                return f"another round of client {client!r} would exceed run.stop.epsilon (now {now:.3g})"
+                mark = mark_epsilon([] if self.secret else [STUDY])
+                return f"another round of client {client!r} would exceed run.stop.epsilon, now {now:.3g}{mark}"
         return ""

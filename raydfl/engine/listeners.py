@@ -24,7 +24,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.example_privacy import STEPS, PrivateExamples, describe_examples
 from raydfl.engine.fleet import InFlight
 from raydfl.engine.pool import Pool
-from raydfl.engine.privacy import STUDY, PrivateRun, list_warnings
+from raydfl.engine.privacy import STUDY, PrivateRun, list_warnings, mark_epsilon
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.settings import RunSettings
 from raydfl.engine.storage.committer import Committer
@@ -136,7 +136,7 @@ class ExampleBudget:
         if done.evaluated or ended:
             largest, median = examples.measure(steps)
             text = describe_examples(examples.mechanism, report.round, largest, median, examples.secret)
-            mark = "" if examples.secret else f" ({STUDY})"
+            mark = mark_epsilon([] if examples.secret else [STUDY])
             report.privacy = f"epsilon {largest:.3g}, median {median:.3g}{mark}"
             done.measured.add_fact("privacy/epsilon", largest, text)
             done.measured.add_fact("privacy/epsilon_median", median, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +87,11 @@ def list_warnings(mechanism: Mechanism, secret: bool) -> list[str]:
     return [text for text in (mechanism.assumption, "" if secret else STUDY) if text]
 
 
+def mark_epsilon(warnings: Sequence[str]) -> str:
+    """Return the mark to print after an epsilon; empty without warnings."""
+    return f" ({'; '.join(warnings)})" if warnings else ""
+
+
 def describe_run(stored: Mapping[str, Any], rounds: int) -> tuple[float, str]:
     """Compute the epsilon of a run after a number of rounds, and describe it.
 
@@ -116,15 +121,15 @@ def prepare_privacy(config: Config, run_dir: Path, clients: int) -> dict[str, An
     """
     mechanism = plan_mechanism(config, clients)
     limit = None if config.run.stop is None else config.run.stop.epsilon
+    secret = config.privacy.key == "secret"
+    warnings = list_warnings(mechanism, secret)
     if limit is not None and not mechanism.count_rounds(limit, 1):
         raise ConfigError(
-            f"run.stop.epsilon: the first round already has epsilon {mechanism.compute_epsilon(1):.3g}, more than {limit:g}. Raise "
-            f"method.rule.noise, or run.stop.epsilon"
+            f"run.stop.epsilon: the first round already has epsilon {mechanism.compute_epsilon(1):.3g}{mark_epsilon(warnings)}, "
+            f"more than {limit:g}. Raise method.rule.noise, or run.stop.epsilon"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    secret = config.privacy.key == "secret"
     key = NoiseKey.create(run_dir).fingerprint if secret else None
-    warnings = list_warnings(mechanism, secret)
     mark = {"warning": "; ".join(warnings)} if warnings else {}
     values = {
         field.name: value
@@ -234,7 +239,8 @@ class PrivateRun:
         """Return the reason of ``run.stop`` to end the training after a number of rounds; empty: it continues."""
         if self.limit is None or rounds < self.limit:
             return ""
-        return f"another round would exceed run.stop.epsilon (now {self.mechanism.compute_epsilon(rounds):.3g})"
+        now, mark = self.mechanism.compute_epsilon(rounds), mark_epsilon(list_warnings(self.mechanism, self.secret))
+        return f"another round would exceed run.stop.epsilon, now {now:.3g}{mark}"
 
 
 def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:

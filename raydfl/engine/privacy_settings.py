@@ -117,6 +117,11 @@ def check_privacy(
         raise ConfigError(
             f"train.clients.{where}: rule gaussian needs clients with equal chances. Remove train.clients.{where}"
         )
+    if train.deadline is not None and train.together != 1:
+        raise ConfigError(
+            f"train.together: {train.together} with train.deadline lets the time of one client end the training of others, so the "
+            f"sensitivity of rule gaussian is unknown. Set train.together=1, or train.deadline=null"
+        )
     _check_turns(settings, rule, train)
     _check_releases(settings, evaluate, run, "rule gaussian")
 
@@ -189,6 +194,21 @@ def _check_examples(
             bool(method.phases),
             f"{type(method).__name__} has several phases, and the accounting knows one number of epochs",
             "Choose a method without phases",
+        ),
+        "method": (
+            method.reads_metrics,
+            f"the server of {type(method).__name__} uses metrics of clients, which carry no noise",
+            "Choose another method",
+        ),
+        "train.class_weights": (
+            train.class_weights != "none",
+            "the weights come from a client's labels without noise",
+            "Set it to none",
+        ),
+        "train.groups": (
+            isinstance(method, Grouped) and method.discovery.choosing,
+            "clients would choose their group by their clips",
+            "Choose other groups, or none",
         ),
         "objective": (
             isinstance(method.objective, Contrast),

@@ -78,6 +78,9 @@ class Method(StrictTypes):
     """Name prefixes of tensors that clients may send without a counterpart at the server. All others are rejected, so that no
     client can add arbitrary tensors to the state."""
 
+    reads_metrics: ClassVar[bool] = False
+    """Whether the server's state depends on metrics of clients. Such metrics carry no noise (``train.optimiser.private``)."""
+
     tensor_options: ClassVar[tuple[str, ...]] = ()
     """Options with name prefixes of tensors. A prefix without a tensor is rejected, because it would silently change the method."""
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 from pydantic import Field
@@ -54,6 +54,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 @dataclass(frozen=True, kw_only=True)
 class FedMP(PruningMethod):
     """FedAvg with pruning ratios chosen by a bandit."""
+
+    reads_metrics: ClassVar[bool] = True
 
     ratios: Annotated[
         tuple[Share, ...], Field(min_length=1, description="Pruning ratios to choose from. [0] is FedAvg."), OURS

@@ -81,6 +81,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class ProFiLA(Method):
     """Prototypes and private adapters. Detection performance sets weights and learning rates."""
 
+    reads_metrics: ClassVar[bool] = True
     revision: ClassVar[int] = 2  # Revision 1 accumulated the client's prototype in sums weighted by full batches.
 
     tensor_options: ClassVar[tuple[str, ...]] = ("personal",)

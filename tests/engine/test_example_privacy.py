@@ -217,6 +217,12 @@ def test_a_resumed_run_keeps_its_mechanism(tiny: Tiny, change: str) -> None:
         (["data.unlabelled={keep: 0.5}"], "data.unlabelled: .*several pools"),
         (["data.segment={frames: 8, stride: 8}", "data.features.seconds=null"], "data.segment: .*several segments"),
         (["train.deadline=5"], "train.deadline: .*the number of steps would depend on the time"),
+        (["train.class_weights=balanced"], "train.class_weights: .*the weights come from a client's labels"),
+        (["train.groups={name: ifca, groups: 2}"], "train.groups: .*clients would choose their group by their clips"),
+        (
+            ["method.name=fedmp", "method.speed_from=null"],
+            "method: .*FedMP uses metrics of clients, which carry no noise",
+        ),
         (["train.optimiser.clip_norm=1.0"], "Remove clip_norm"),
         (["run.reference={pooled: true}"], "run.reference: reference runs train on the clients' data"),
         (["train.optimiser.private.noise=0", "run.stop={epsilon: 1}"], "without noise epsilon is infinite"),

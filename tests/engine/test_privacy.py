@@ -376,6 +376,10 @@ def test_a_client_is_replayed_with_the_secret_cohorts(tiny: Tiny) -> None:
             "method.rule.clip.noise: with privacy.as_if the noise in the count of clients follows from the cohorts",
         ),
         (["train.fleet.buffer=2", "train.clients={rest: 2}"], "train.clients.rest counts rounds"),
+        (
+            [*NOISY, "train.deadline=5", "train.together=2"],
+            "train.together: 2 with train.deadline lets the time of one",
+        ),
     ],
 )
 def test_settings_outside_the_guarantee_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:
@@ -391,7 +395,14 @@ def test_settings_outside_the_guarantee_are_rejected(tiny: Tiny, settings: list[
             ["train.cohort=3", "train.clients={rest: 3}"],
             "train.cohort: 3 clients a round, but train.clients.rest=3 divides the 6 clients into groups of 2",
         ),
-        (["run.stop={epsilon: 0.001}"], "run.stop.epsilon: the first round already has epsilon"),
+        (
+            ["run.stop={epsilon: 0.001}"],
+            r"run.stop.epsilon: the first round already has epsilon [\d.]+, more than 0.001",
+        ),
+        (
+            ["run.stop={epsilon: 0.001}", "privacy.key=seed", "privacy.as_if={clients: 5000, cohort: 100}"],
+            r"already has epsilon [\d.]+ \(as if 100 of 5,000 clients.*; for study: .*\), more than 0.001",
+        ),
     ],
 )
 def test_impossible_runs_are_rejected_before_the_first_round(tiny: Tiny, settings: list[str], message: str) -> None:

@@ -248,6 +248,10 @@ def test_a_job_with_an_uploaded_token_is_rejected(
         rf"{name} was uploaded with the job's working directory.*create a new token"
     )
     assert sorted(job_folder.rglob("*")) == before
+    (job_folder / name).unlink()
+    (job_folder / "runs").mkdir()
+    (job_folder / "runs" / "private.key").write_bytes(bytes(32))
+    raydfl(*words, "harmless.yaml").refuses(r"runs/private.key was uploaded .* reveals the noise of a private run")
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # a plain shell is not restricted
     assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
 
