@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raydfl.core.errors import ConfigError, ResourcesError
-from raydfl.core.noise_key import KEY_FILE
 
 _COPIES = ("runtime_resources", "working_dir_files")
 """Folder of unpacked working directories, in the temporary folder of Ray's session."""
@@ -50,6 +49,8 @@ def check_no_token(token: str) -> None:
     Raises:
         ConfigError: A file contains the token, or has the name of a token file or of a key.
     """
+    from raydfl.core.noise_key import KEY_FILE  # imports NumPy, which raydfl --help must not
+
     if not is_job() or _COPIES not in itertools.pairwise(Path.cwd().parts):
         return
     for folder, _, files in os.walk(Path.cwd()):

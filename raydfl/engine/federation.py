@@ -337,6 +337,8 @@ class Federation:
         self._check_metrics()
         record.discard_rows(self.store.folder, -1)
         together, alone = self.config.train.together, self.config.ray.actors == "per_client"
+        # The time of one client must not end the training of others (raydfl.engine.privacy_settings).
+        alone = alone or (self.config.train.deadline is not None and isinstance(self.config.components.rule, Gaussian))
         if not isinstance(together, int):
             orders = [] if alone else self.plan(drawn=False)
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))

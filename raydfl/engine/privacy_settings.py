@@ -117,7 +117,7 @@ def check_privacy(
         raise ConfigError(
             f"train.clients.{where}: rule gaussian needs clients with equal chances. Remove train.clients.{where}"
         )
-    if train.deadline is not None and train.together != 1:
+    if train.deadline is not None and train.together not in (1, "auto"):  # auto is then 1
         raise ConfigError(
             f"train.together: {train.together} with train.deadline lets the time of one client end the training of others, so the "
             f"sensitivity of rule gaussian is unknown. Set train.together=1, or train.deadline=null"
