@@ -90,11 +90,25 @@ def test_without_noise_or_rounds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("clients", "cohort", "rounds", "noise"), [(60, 12, 100, 1.01), (2112, 100, 300, 0.76)])
-def test_the_noise_for_epsilon_eight_is_the_published_one(clients: int, cohort: int, rounds: int, noise: float) -> None:
-    found = Mechanism(clients, cohort, "poisson", 0.0, clients**-1.1).calibrate(8.0, rounds)
+@pytest.mark.parametrize(
+    ("clients", "cohort", "rounds", "epsilon", "noise"),
+    [
+        (60, 12, 100, 8, 1.01),
+        (2112, 100, 300, 8, 0.76),
+        (35_000, 500, 500, 8, 0.59),
+        (1_000_000, 1000, 1000, 8, 0.42),
+        (60, 12, 100, 2, 2.34),
+        (2112, 100, 300, 2, 1.57),
+        (35_000, 500, 500, 2, 0.99),
+        (1_000_000, 1000, 1000, 2, 0.63),
+    ],
+)
+def test_the_noise_for_an_epsilon_is_the_published_one(
+    clients: int, cohort: int, rounds: int, epsilon: float, noise: float
+) -> None:
+    found = Mechanism(clients, cohort, "poisson", 0.0, clients**-1.1).calibrate(epsilon, rounds)
     assert found.noise == pytest.approx(noise, abs=0.006)
-    assert 7.97 < found.compute_epsilon(rounds) <= 8
+    assert 0.99 * epsilon < found.compute_epsilon(rounds) <= epsilon
 
 
 @pytest.mark.slow

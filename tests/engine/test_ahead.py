@@ -36,7 +36,7 @@ class ConcurrentPool(SerialPool):
         self.trained: list[int] = []
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        if orders[0].measure is None:
+        if orders and orders[0].measure is None:
             self.trained.append(orders[0].round_number)
         return iter(list(super().run(orders, broadcast)))
 
@@ -77,6 +77,21 @@ def test_working_ahead_keeps_the_bits(tiny: Tiny, method: str, settings: Sequenc
     server.close()
     assert pool.trained == [report.round for report in reports] == list(range(1, config.train.rounds + 1))
     assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
+
+
+def test_empty_rounds_of_poisson_draws_do_not_stall(tiny: Tiny) -> None:
+    settings = (
+        *("method.rule={name: gaussian, clip: 0.5, noise: 1.0}", "privacy.key=seed", "evaluate.clients=none"),
+        *("train.clients={draw: poisson}", "train.cohort=1", "train.rounds=8"),
+    )
+    config = tiny(*settings)
+    server, pool = start_concurrent_server(config)
+    while server.round_index < config.train.rounds:
+        server.rounds(server.round_index, 0)
+    server.finish()
+    server.close()
+    assert 0 < len(pool.trained) < 8
+    assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings)))
 
 
 def test_the_next_round_starts_before_this_one_is_reported(tiny: Tiny) -> None:

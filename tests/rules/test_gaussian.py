@@ -74,9 +74,11 @@ def test_a_client_moves_each_tensor_by_at_most_its_own_norm(seed: int, clients: 
     server, place = draw_state(rng, 10 ** rng.uniform(-2, 3)), int(rng.integers(clients))
     updates = [draw_update(rng, server, number) for number in range(clients)]
     rule = Gaussian(clip=clip, noise=0.0, groups="tensors")
-    change = aggregate(rule, updates, server, 1) - aggregate(rule, updates[:place] + updates[place + 1 :], server, 1)
-    for part, share in ((change[:12], 12 / 16), (change[12:], 4 / 16), (change, 1)):
-        assert np.linalg.norm(part) <= clip * np.sqrt(share) * (1 + 1e-9) + 1e-11
+    absent = updates[:place] + updates[place + 1 :]
+    for others, factor in ((absent, 1), ([*absent, draw_update(rng, server, place)], 2)):  # left out, or replaced
+        change = aggregate(rule, updates, server, 1) - aggregate(rule, others, server, 1)
+        for part, share in ((change[:12], 12 / 16), (change[12:], 4 / 16), (change, 1)):
+            assert np.linalg.norm(part) <= factor * clip * np.sqrt(share) * (1 + 1e-9) + 1e-11
 
 
 def test_tensors_are_clipped_by_their_shares() -> None:
