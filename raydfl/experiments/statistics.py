@@ -108,10 +108,8 @@ def describe_difference(difference: Difference, comparisons: int, smallest: floa
     """
     if difference.n < 2:
         return "one pair, so no interval"
-    if difference.is_significant(comparisons):
-        small = smallest is not None and abs(difference.mean) < smallest
-        return (
-            "better" if sign * difference.mean > 0 else "worse"
-        ) + ", by less than the difference of interest" * small
     inside = smallest is not None and max(abs(difference.low), abs(difference.high)) < smallest
+    if difference.is_significant(comparisons):
+        verdict = "better" if sign * difference.mean > 0 else "worse"
+        return verdict + ", by less than the difference of interest" * inside
     return "no difference seen" + ", and the interval excludes the difference of interest" * inside

@@ -198,8 +198,8 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
         if tokens < needed[index]:
             text = join_units(examples.classes, y[index], examples.joint)
             raise DataError(
-                f"{where}: the transcript {text!r} (clip {examples.clips[index]} of the list) needs {needed[index]} tokens, one "
-                f"for each unit and one between equal neighbours, but the network has {tokens} for its {shortest} frames. Lower "
+                f"{where}: the transcript {text!r} (clip {examples.clips[index]} of the list) needs {needed[index]} tokens: one "
+                f"for each unit, and one between equal neighbours. The network has {tokens} for its {shortest} frames. Lower "
                 f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
                 f"may need more tokens than yours."
             )

@@ -29,7 +29,7 @@ from raydfl.engine.storage.mirror import RunMirror
 from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import Progress, replay, resume, run
 from raydfl.runs.folder import create
-from raydfl.testing import assert_same_bits, read_tensors, train_federation
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 pytest.importorskip("dp_accounting")
 Tiny = Callable[..., Config]
@@ -338,6 +338,17 @@ def test_a_client_is_replayed_with_the_secret_cohorts(tiny: Tiny) -> None:
     trained = to_rows(read_rows(result.run_dir, 10**6, where=(pc.field("round") == 3) & (pc.field("split") == "train")))
     client = next(row for row in trained if row.client and row.metric == "loss")
     assert replay(result.run_dir, 3, client.client).metrics["loss"] == client.value
+
+
+def test_with_a_deadline_clients_are_trained_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU auto would measure the fastest number of clients in a batch."""
+    monkeypatch.setattr("raydfl.engine.federation.ask_width", lambda pool, orders, broadcast: 4 if orders else 1)
+    widths = []
+    for settings in (("train.deadline=5",), ("run.name=free",)):
+        server = start_server(tiny(*NOISY, *settings))
+        widths.append(server._federation.store.together)
+        server.close()
+    assert widths == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_three_differences_by_hand() -> None:
     ("differences", "conclusion"),
     [
         ((1.0, 1.1, 0.9), "better, by less than the difference of interest"),
+        ((1.5, 1.9, 1.7), "better"),  # the interval, 1.7 ± 0.50, includes 2
         ((0.1, -0.1, 0.05), "no difference seen, and the interval excludes the difference of interest"),
         ((5.0, -5.0, 1.0), "no difference seen"),
         ((3.0,), "one pair, so no interval"),

@@ -24,7 +24,9 @@ class LabelSequenceSettings(Settings):
         "characters",
         description="Units of a transcript, the classes of the data. characters: letters, digits and the space.",
     )
-    separator: str = Field(" ", min_length=1, description="Separator of the words in a label.")
+    separator: str = Field(
+        " ", min_length=1, description="Separator of the words in a label. A space: any white space."
+    )
     keep: str = Field(
         "",
         description="Characters to keep in addition to letters and digits, for example an apostrophe. The rest is removed, and "
