@@ -129,7 +129,7 @@ def test_compiled_operators_check_their_arguments() -> None:
         gru(x, None, [weight] * 3)
     with pytest.raises(RuntimeError, match=r"weight_ih has shape \[9, 5\], not \[9, 4\]"):
         gru(x, None, [torch.randn(9, 5), torch.randn(9, 3), torch.randn(9), torch.randn(9)])
-    assert torch.ops.raydfl.instruction_set() in ("avx2", "portable")
+    assert torch.ops.raydfl.instruction_set() in ("avx512", "avx2", "portable")
 
 
 COMPARE_IMPLEMENTATIONS = """
@@ -164,8 +164,56 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
 @pytest.mark.slow
 @pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_portable_kernels_match_torch() -> None:
-    environment = {**os.environ, "RAYDFL_PORTABLE": "1"}
+    environment = {**os.environ, "RAYDFL_KERNELS": "portable"}
     process = subprocess.run(
         [sys.executable, "-c", COMPARE_IMPLEMENTATIONS], env=environment, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
+
+
+COMPUTE_LAYERS = """
+import sys
+import torch
+from raydfl import ops
+assert ops.is_compiled() and torch.ops.raydfl.instruction_set() == sys.argv[2]
+torch.manual_seed(0)
+results = []
+def keep(y, leaves):
+    results.extend([y, *torch.autograd.grad((y * torch.arange(y.numel()).reshape(y.shape).sin()).sum(), leaves)])
+for inputs, outputs in ((40, 64), (24, 6), (33, 50), (16, 130)):
+    x = torch.randn(3, 45, inputs, requires_grad=True)
+    lengths = torch.tensor([45, 7, 30])
+    for taps in (1, 3, 5):
+        layer = ops.Conv1d(inputs, outputs, taps, padding=taps // 2)
+        keep(layer.pooled(x, 2), [x, *layer.parameters()])
+        keep(layer(x.transpose(1, 2)), [x, *layer.parameters()])
+    gru = ops.GRU(inputs, outputs, batch_first=True, bidirectional=True)
+    keep(gru.outputs(x, lengths), [x, *gru.parameters()])
+    image, scale = torch.randn(3, 19, 8, inputs, requires_grad=True), torch.rand(inputs, requires_grad=True)
+    for kernel, stride, padding in (
+        ((3, 3), (1, 1), (1, 1, 1, 1)),
+        ((4, 1), (1, 1), (1, 0, 2, 0)),
+        ((3, 2), (2, 1), (1, 0, 1, 1)),
+        ((1, 1), (1, 1), (0, 0, 0, 0)),
+    ):
+        weight, bias = torch.randn(outputs, inputs, *kernel, requires_grad=True), torch.randn(outputs, requires_grad=True)
+        keep(ops.conv2d(image, weight, bias, stride=stride, padding=padding), [image, weight, bias])
+    for pool in (0, 2, 3):
+        rows = torch.tensor([19, 4, 11])
+        maps = ops.group_norm(image, scale, scale, 1, 1e-3, relu=True, pool=pool, ceil=True, lengths=rows)
+        keep(maps, [image, scale])
+    with ops.random_state(torch.tensor(3)):
+        keep(ops.Dropout(0.3)(x), [x])
+torch.save(results, sys.argv[1])
+"""
+
+
+def test_kernels_for_avx512_give_the_bits_of_those_for_avx2(tmp_path: Path) -> None:
+    if not ops.is_compiled() or torch.ops.raydfl.instruction_set() != "avx512":
+        pytest.skip("needs the compiled operators and a CPU with AVX-512")
+    results = {}
+    for name in ("avx2", "avx512"):
+        file, environment = tmp_path / name, {**os.environ, "RAYDFL_KERNELS": name}
+        subprocess.run([sys.executable, "-c", COMPUTE_LAYERS, file, name], env=environment, check=True)
+        results[name] = torch.load(file)
+    assert all(torch.equal(one, other) for one, other in zip(*results.values(), strict=True))

@@ -29,10 +29,8 @@ INLINE void store_some(float* to, const Floats* sums, long columns) {
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) store(to + h * LANES, sums[h]);
   } else {
-    float line[PANEL];
 #pragma GCC unroll 2
-    for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[h]);
-    for (long j = 0; j < columns; ++j) to[j] = line[j];
+    for (int h = 0; h < HALVES; ++h) Part(within_vector(columns - h * LANES)).store(to + h * LANES, sums[h]);
   }
 }
 
@@ -277,31 +275,26 @@ void gradient_tiles(const Line* lines, long count, const long* offsets, long dep
   }
 }
 
-// Packs the gradients of HALVES times LANES outputs by position, with 0 for missing outputs, and adds their sum to bias_sums.
-template <int HALVES>
-void pack_gradients(const Line* lines, long count, long to_column, long output, long outputs, float* packed, float* bias_sums) {
-  const long width = least(HALVES * LANES, outputs - output);
-  Floats sums[HALVES];
-#pragma GCC unroll 2
-  for (int h = 0; h < HALVES; ++h) sums[h] = Floats{};
+// Packs the gradients of HALVES vectors of outputs by position, with 0 for outputs that the last vector lacks, and adds their sum to
+// bias_sums.
+template <int HALVES, typename Elements>
+void pack_gradients(const Line* lines, long count, long to_column, long output, Elements last, float* packed, float* bias_sums) {
+  constexpr long rest = (HALVES - 1) * LANES;
+  Floats sums[2] = {};
   for (long line = 0; line < count; ++line) {
     const float* from = lines[line].to + output;
     for (long p = lines[line].count; p > 0; --p, from += to_column, packed += PANEL) {
-      if (width < HALVES * LANES) {
-        clear(packed, HALVES * LANES);
-        for (long j = 0; j < width; ++j) packed[j] = from[j];
+      if (HALVES == 2) {
+        store(packed, load(from));
+        sums[0] += load(from);
       }
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; ++h) {
-        const Floats gradient = load((width < HALVES * LANES ? packed : from) + h * LANES);
-        store(packed + h * LANES, gradient);
-        sums[h] += gradient;
-      }
+      const Floats gradient = last.load(from + rest);
+      store(packed + rest, gradient);
+      sums[1] += gradient;
     }
   }
-  bias_sums += output;
-#pragma GCC unroll 2
-  for (int h = 0; h < HALVES; ++h) store(bias_sums + h * LANES, load(bias_sums + h * LANES) + sums[h]);
+  if (HALVES == 2) store(bias_sums, load(bias_sums) + sums[0]);
+  store(bias_sums + rest, load(bias_sums + rest) + sums[1]);
 }
 
 // Windows are packed for their gradient if the stride between positions is at least FAR and outputs are at least MANY, PACKED
@@ -328,9 +321,16 @@ void correlate_backward(Grid grid, Window window, long outputs, float* sums, boo
       positions += length, column += length;
       if (column == grid.columns) column = 0, ++row;
     }
-    for (long o = 0; o < outputs; o += PANEL)
-      (outputs - o > LANES ? pack_gradients<2> : pack_gradients<1>)(lines, count, grid.to_column, o, outputs,
-                                                                    packed + o * positions, bias_sums);
+    for (long o = 0; o < outputs; o += PANEL) {
+      float *to = packed + o * positions, *bias = bias_sums + o;
+      const long left = outputs - o;
+      if (left >= PANEL)
+        pack_gradients<2>(lines, count, grid.to_column, o, Whole{}, to, bias);
+      else if (left > LANES)
+        pack_gradients<2>(lines, count, grid.to_column, o, Part(left - LANES), to, bias);
+      else
+        pack_gradients<1>(lines, count, grid.to_column, o, Part(left), to, bias);
+    }
     for (long first = 0; first < depth; first += block) {
       const long size = least(block, depth - first);
       if (far) pack_windows(lines, count, offsets + first, size, grid.from_column, windows);

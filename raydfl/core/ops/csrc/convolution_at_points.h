@@ -14,9 +14,11 @@ constexpr int POINTS = 8;
 constexpr long ROWS_AT_ONCE = 48;  // minimum number of windows in a product: fewer make low tiles, and dweight's sums are
                                    // read and written for each product
 
+constexpr int NARROW = LANES > 8 ? 8 : LANES;  // inputs are a multiple of this: with 16 lanes, the last vector may be half full
+
 // Returns whether the saved products outweigh the conversion to the points and back.
 bool fits_points(const Convolution& shape) {
-  return (shape.taps == 3 || shape.taps == 5) && shape.inputs % LANES == 0 && shape.inputs >= 16 && shape.outputs >= 16 &&
+  return (shape.taps == 3 || shape.taps == 5) && shape.inputs % NARROW == 0 && shape.inputs >= 16 && shape.outputs >= 16 &&
          shape.convolved() >= POINTS && shape.pooled() > 0;
 }
 
@@ -58,46 +60,69 @@ INLINE void from_points(Floats* coefficients, const Floats values[POINTS]) {
 
 constexpr float FACTORS[POINTS] = {1, -2.0f / 9, -2.0f / 9, 1.0f / 360, 1.0f / 360, 1.0f / 180, 1.0f / 180, 1};  // of G
 
-// Computes B' d of a window for all channels, with point i at to + i * apart.
-INLINE void frames_at_points(float* to, long apart, const float* frames, long channels) {
-  for (long c = 0; c < channels; c += LANES, frames += LANES, to += LANES) {
-    Floats d[POINTS];
-#pragma GCC unroll 8
-    for (int t = 0; t < POINTS; ++t) d[t] = load(frames + t * channels);
-    const Floats even = d[2] - 4.25f * d[4] + d[6], odd = d[1] - 4.25f * d[3] + d[5];
-    const Floats two_even = d[2] - 5.0f * d[4] + 4.0f * d[6], two_odd = d[1] - 5.0f * d[3] + 4.0f * d[5];
-    const Floats half_even = 4.0f * d[2] - 5.0f * d[4] + d[6], half_odd = 4.0f * d[1] - 5.0f * d[3] + d[5];
-    store(to, d[0] - d[6] + 5.25f * (d[4] - d[2]));
-    store(to + apart, even + odd);
-    store(to + 2 * apart, even - odd);
-    store(to + 3 * apart, two_even + 2.0f * two_odd);
-    store(to + 4 * apart, two_even - 2.0f * two_odd);
-    store(to + 5 * apart, half_even + 0.5f * half_odd);
-    store(to + 6 * apart, half_even - 0.5f * half_odd);
-    store(to + 7 * apart, d[7] - d[1] + 5.25f * (d[3] - d[5]));
-  }
+// Loads or stores the first COUNT floats of a vector.
+template <int COUNT>
+INLINE Floats load_first(const float* from) {
+  Floats values{};
+  __builtin_memcpy(&values, from, sizeof(float) * COUNT);
+  return values;
+}
+template <int COUNT>
+INLINE void store_first(float* to, Floats values) {
+  __builtin_memcpy(to, &values, sizeof(float) * COUNT);
 }
 
-// Computes B z, the frames of a window. It adds to the first SHARED frames, because the previous window contributes to them, too.
+// Computes B' d of a window for COUNT channels, with point i at to + i * apart.
+template <int COUNT>
+INLINE void window_at_points(float* to, long apart, const float* frames, long channels) {
+  Floats d[POINTS];
+#pragma GCC unroll 8
+  for (int t = 0; t < POINTS; ++t) d[t] = load_first<COUNT>(frames + t * channels);
+  const Floats even = d[2] - 4.25f * d[4] + d[6], odd = d[1] - 4.25f * d[3] + d[5];
+  const Floats two_even = d[2] - 5.0f * d[4] + 4.0f * d[6], two_odd = d[1] - 5.0f * d[3] + 4.0f * d[5];
+  const Floats half_even = 4.0f * d[2] - 5.0f * d[4] + d[6], half_odd = 4.0f * d[1] - 5.0f * d[3] + d[5];
+  store_first<COUNT>(to, d[0] - d[6] + 5.25f * (d[4] - d[2]));
+  store_first<COUNT>(to + apart, even + odd);
+  store_first<COUNT>(to + 2 * apart, even - odd);
+  store_first<COUNT>(to + 3 * apart, two_even + 2.0f * two_odd);
+  store_first<COUNT>(to + 4 * apart, two_even - 2.0f * two_odd);
+  store_first<COUNT>(to + 5 * apart, half_even + 0.5f * half_odd);
+  store_first<COUNT>(to + 6 * apart, half_even - 0.5f * half_odd);
+  store_first<COUNT>(to + 7 * apart, d[7] - d[1] + 5.25f * (d[3] - d[5]));
+}
+
+INLINE void frames_at_points(float* to, long apart, const float* frames, long channels) {
+  long c = 0;
+  for (; c + LANES <= channels; c += LANES) window_at_points<LANES>(to + c, apart, frames + c, channels);
+  if (c < channels) window_at_points<NARROW>(to + c, apart, frames + c, channels);
+}
+
+// Computes B z, the frames of a window, for COUNT channels. It adds to the first SHARED frames, because the previous window
+// contributes to them, too.
+template <int SHARED, int COUNT>
+INLINE void add_window(float* dx, const float* values, long apart, long channels) {
+  Floats z[POINTS];
+#pragma GCC unroll 8
+  for (int i = 0; i < POINTS; ++i) z[i] = load_first<COUNT>(values + i * apart);
+  const Floats even = z[1] + z[2], odd = z[1] - z[2], two_even = z[3] + z[4], two_odd = 2.0f * (z[3] - z[4]);
+  const Floats half_even = z[5] + z[6], half_odd = 0.5f * (z[5] - z[6]);
+  const Floats d[POINTS] = {z[0],
+                            odd + two_odd + 4.0f * half_odd - z[7],
+                            even + two_even + 4.0f * half_even - 5.25f * z[0],
+                            5.25f * z[7] - 4.25f * odd - 5.0f * (two_odd + half_odd),
+                            5.25f * z[0] - 4.25f * even - 5.0f * (two_even + half_even),
+                            odd + 4.0f * two_odd + half_odd - 5.25f * z[7],
+                            even + 4.0f * two_even + half_even - z[0],
+                            z[7]};
+#pragma GCC unroll 8
+  for (int t = 0; t < POINTS; ++t, dx += channels) store_first<COUNT>(dx, t < SHARED ? load_first<COUNT>(dx) + d[t] : d[t]);
+}
+
 template <int SHARED>
 INLINE void add_frames(float* dx, const float* values, long apart, long channels) {
-  for (long c = 0; c < channels; c += LANES, dx += LANES, values += LANES) {
-    Floats z[POINTS];
-#pragma GCC unroll 8
-    for (int i = 0; i < POINTS; ++i) z[i] = load(values + i * apart);
-    const Floats even = z[1] + z[2], odd = z[1] - z[2], two_even = z[3] + z[4], two_odd = 2.0f * (z[3] - z[4]);
-    const Floats half_even = z[5] + z[6], half_odd = 0.5f * (z[5] - z[6]);
-    Floats d[POINTS] = {z[0],
-                        odd + two_odd + 4.0f * half_odd - z[7],
-                        even + two_even + 4.0f * half_even - 5.25f * z[0],
-                        5.25f * z[7] - 4.25f * odd - 5.0f * (two_odd + half_odd),
-                        5.25f * z[0] - 4.25f * even - 5.0f * (two_even + half_even),
-                        odd + 4.0f * two_odd + half_odd - 5.25f * z[7],
-                        even + 4.0f * two_even + half_even - z[0],
-                        z[7]};
-#pragma GCC unroll 8
-    for (int t = 0; t < POINTS; ++t) store(dx + t * channels, t < SHARED ? load(dx + t * channels) + d[t] : d[t]);
-  }
+  long c = 0;
+  for (; c + LANES <= channels; c += LANES) add_window<SHARED, LANES>(dx + c, values + c, apart, channels);
+  if (c < channels) add_window<SHARED, NARROW>(dx + c, values + c, apart, channels);
 }
 
 // Computes A' m + bias, the outputs of windows.
@@ -140,7 +165,7 @@ void pack_at_points(Panels panels[POINTS], const Convolution& shape, const float
   if (columns % PANEL) clear(to, POINTS * size);
   float* taps = scratch(1, inputs * TAPS * width);
   pack(taps, weight, inputs * TAPS, shape.outputs, 1, inputs * TAPS);
-  float block[POINTS * LANES * LANES];  // [point, input, output]
+  float block[POINTS * LANES * LANES] = {};  // [point, input, output]
   for (long o = 0; o < width; o += LANES) {
     const float* from = taps + o / PANEL * inputs * TAPS * PANEL + o % PANEL;
     for (long c = 0; c < inputs; ++c, from += TAPS * PANEL) {
@@ -151,8 +176,8 @@ void pack_at_points(Panels panels[POINTS], const Convolution& shape, const float
       float* place = TRANSPOSED ? block + c % LANES * LANES : to + (o / PANEL * depth + c) * PANEL + o % PANEL;
 #pragma GCC unroll 8
       for (int i = 0; i < POINTS; ++i) store(place + i * (TRANSPOSED ? LANES * LANES : size), FACTORS[i] * values[i]);
-      if (!TRANSPOSED || (c + 1) % LANES) continue;
-      const long first = c + 1 - LANES;
+      if (!TRANSPOSED || ((c + 1) % LANES && c + 1 < inputs)) continue;
+      const long first = c / LANES * LANES;
       for (int i = 0; i < POINTS; ++i)
         transpose(to + i * size + (first / PANEL * depth + o) * PANEL + first % PANEL, PANEL, block + i * LANES * LANES, LANES);
     }
@@ -173,12 +198,7 @@ void weight_of(const Convolution& shape, float* dweight, const float* values, lo
 #pragma GCC unroll 5
       for (int k = 0; k < TAPS; ++k) store(rows + (c * TAPS + k) * LANES, w[k]);
     }
-    if (o + LANES <= shape.outputs) {
-      for (long k = 0; k < depth; k += LANES) transpose(dweight + k, depth, rows + k * LANES, LANES);
-    } else {
-      for (long j = 0; o + j < shape.outputs; ++j)
-        for (long k = 0; k < depth; ++k) dweight[j * depth + k] = rows[k * LANES + j];
-    }
+    turn(dweight, depth, rows, LANES, depth, least(LANES, shape.outputs - o));
   }
 }
 

@@ -1,7 +1,7 @@
 // Kernels: the forward or backward pass of one client in float32, for each instruction set.
 //
-// The table of functions is compiled for any CPU, and for CPUs with AVX2 and FMA. kernels() selects a table at run time (the
-// portable one if the environment has RAYDFL_PORTABLE). All pointers are to contiguous memory. If "lengths" is null, all frames are
+// The table of functions is compiled for any CPU, for CPUs with AVX2 and FMA, and for CPUs with AVX-512. kernels() selects a table at
+// run time, at most the one that RAYDFL_KERNELS names in the environment ("portable", "avx2"). All pointers are to contiguous memory. If "lengths" is null, all frames are
 // valid. A pass writes every element of its results.
 
 #pragma once
@@ -103,7 +103,7 @@ float* scratch(int index, long floats);
 const Kernels& kernels();
 extern const Kernels portable_kernels;
 #if defined(__x86_64__) && defined(__GNUC__)
-extern const Kernels avx2_kernels;
+extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 
 }  // namespace raydfl

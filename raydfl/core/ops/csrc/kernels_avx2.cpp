@@ -1,6 +1,8 @@
 // The kernels for CPUs with AVX2 and FMA: vectors of 8 floats.
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int LANES = RAYDFL_LANES;
 constexpr int PANEL = 2 * LANES;  // columns of a product in a tile
-constexpr int TILE = 6;           // rows of a product in a tile: sums use 12 of 16 registers
+constexpr int TILE = 6;           // rows of a product in a tile: sums use 12 registers, of 16 or more
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
@@ -19,12 +19,14 @@ typedef uint8_t AllBytes __attribute__((vector_size(4 * LANES)));
 typedef float LooseFloats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint8_t LooseBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-#define INLINE inline __attribute__((always_inline))
+#define ALWAYS __attribute__((always_inline))
+#define INLINE inline ALWAYS
 
 INLINE Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 INLINE void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to) = values; }
 INLINE Floats all(float value) { return value - Floats{}; }
 INLINE long rounded_up(long count) { return (count + PANEL - 1) / PANEL * PANEL; }
+INLINE long within_vector(long count) { return count < 0 ? 0 : count < LANES ? count : LANES; }
 INLINE long least(long one, long other) { return one < other ? one : other; }
 
 #if defined(__clang__)
@@ -35,7 +37,10 @@ INLINE long least(long one, long other) { return one < other ? one : other; }
 
 // Interleaves the first halves of two vectors, and their second halves.
 INLINE void interleave(Floats one, Floats other, Floats* first, Floats* second) {
-#if RAYDFL_LANES == 8
+#if RAYDFL_LANES == 16
+  *first = SHUFFLED(Integers, one, other, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  *second = SHUFFLED(Integers, one, other, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif RAYDFL_LANES == 8
   *first = SHUFFLED(Integers, one, other, 0, 8, 1, 9, 2, 10, 3, 11);
   *second = SHUFFLED(Integers, one, other, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
@@ -46,6 +51,9 @@ INLINE void interleave(Floats one, Floats other, Floats* first, Floats* second) 
 
 // Converts LANES integers from 0 to 255 to bytes.
 INLINE Bytes narrowed(Integers numbers) {
+#if RAYDFL_LANES == 16
+  return __builtin_convertvector(numbers, Bytes);
+#else
   const AllBytes bytes = reinterpret_cast<AllBytes>(numbers);
 #if RAYDFL_LANES == 8
   const AllBytes lowest = SHUFFLED(AllBytes, bytes, bytes, 0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28,  //
@@ -56,6 +64,7 @@ INLINE Bytes narrowed(Integers numbers) {
   Bytes result;
   __builtin_memcpy(&result, &lowest, LANES);
   return result;
+#endif
 }
 
 // Converts LANES bytes to integers.
@@ -69,6 +78,63 @@ INLINE Integers widened(const uint8_t* from) {
 #else
   return __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(from)), Integers);
 #endif
+}
+
+// A whole vector, or the first "count" elements of one: the others are not read (they become 0) and not written.
+struct Whole {
+  INLINE Floats load(const float* from) const { return raydfl::load(from); }
+  INLINE void store(float* to, Floats values) const { raydfl::store(to, values); }
+  INLINE Integers load_codes(const uint8_t* from) const { return widened(from); }
+  INLINE void store_codes(uint8_t* to, Bytes codes) const { *reinterpret_cast<LooseBytes*>(to) = codes; }
+};
+
+struct Part {
+#if RAYDFL_LANES == 16
+  __mmask16 mask;
+  INLINE explicit Part(long count) : mask(static_cast<__mmask16>((1u << count) - 1)) {}
+  INLINE Floats load(const float* from) const { return reinterpret_cast<Floats>(_mm512_maskz_loadu_ps(mask, from)); }
+  INLINE void store(float* to, Floats values) const { _mm512_mask_storeu_ps(to, mask, reinterpret_cast<__m512>(values)); }
+  INLINE Integers load_codes(const uint8_t* from) const {
+    return __builtin_convertvector(reinterpret_cast<Bytes>(_mm_maskz_loadu_epi8(mask, from)), Integers);
+  }
+  INLINE void store_codes(uint8_t* to, Bytes codes) const { _mm_mask_storeu_epi8(to, mask, reinterpret_cast<__m128i>(codes)); }
+#else
+  long count;
+  INLINE explicit Part(long count) : count(count) {}
+#if RAYDFL_LANES == 8
+  INLINE __m256i mask() const {
+    static const int32_t ones_then_zeros[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ones_then_zeros + LANES - count));
+  }
+  INLINE Floats load(const float* from) const { return reinterpret_cast<Floats>(_mm256_maskload_ps(from, mask())); }
+  INLINE void store(float* to, Floats values) const { _mm256_maskstore_ps(to, mask(), reinterpret_cast<__m256>(values)); }
+#else
+  INLINE Floats load(const float* from) const {
+    Floats values{};
+    for (long i = 0; i < count; ++i) values[i] = from[i];
+    return values;
+  }
+  INLINE void store(float* to, Floats values) const {
+    for (long i = 0; i < count; ++i) to[i] = values[i];
+  }
+#endif
+  INLINE Integers load_codes(const uint8_t* from) const {
+    uint8_t codes[LANES] = {};
+    for (long i = 0; i < count; ++i) codes[i] = from[i];
+    return widened(codes);
+  }
+  INLINE void store_codes(uint8_t* to, Bytes codes) const {
+    for (long i = 0; i < count; ++i) to[i] = codes[i];
+  }
+#endif
+};
+
+// Calls body(first element, Whole or Part) for the vectors of "count" elements.
+template <typename Body>
+INLINE void for_vectors(long count, const Body& body) {
+  long first = 0;
+  for (; first + LANES <= count; first += LANES) body(first, Whole{});
+  if (first < count) body(first, Part(count - first));
 }
 
 INLINE void copy(float* to, const float* from, long count) { __builtin_memcpy(to, from, sizeof(float) * count); }
@@ -115,14 +181,13 @@ INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb,
   for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Floats{};
   if (LEFT == IN_PANELS) {
     for (; depth > 0; depth -= PANEL, a += lda) {
-#pragma GCC unroll 16
+#pragma GCC unroll 32
       for (int k = 0; k < PANEL; ++k, b += ldb) add_products(sums, a + k, PANEL, b);
     }
   } else {
 #pragma GCC unroll 4
     for (long k = 0; k < depth; ++k, b += ldb, a += LEFT ? lda : 1) add_products(sums, a, LEFT ? 1 : lda, b);
   }
-  float line[PANEL];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; ++r, c += ldc) {
     const float* from = start == Start::SUM ? c : bias;
@@ -134,9 +199,11 @@ INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb,
       store(c, sums[r][0]);
       store(c + LANES, sums[r][1]);
     } else {
-      store(line, sums[r][0]);
-      store(line + LANES, sums[r][1]);
-      for (long j = 0; j < columns; ++j) c[j] = start == Start::ZERO ? line[j] : line[j] + from[j];
+#pragma GCC unroll 2
+      for (long h = 0; h < 2; ++h) {  // a loop with a constant count, because sums are in registers
+        const Part part(within_vector(columns - h * LANES));
+        part.store(c + h * LANES, start == Start::ZERO ? sums[r][h] : sums[r][h] + part.load(from + h * LANES));
+      }
     }
   }
 }
@@ -174,16 +241,16 @@ void multiply(long rows, long columns, long depth, const float* a, long lda, Pan
 // Transposes a square of LANES x LANES. "row" and "to_row" are the strides between rows.
 INLINE void transpose(float* to, long to_row, const float* from, long row) {
   Floats now[LANES], next[LANES];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) now[i] = load(from + i * row);
-#pragma GCC unroll 3
-  for (int stage = 1; stage < LANES; stage *= 2) {  // log2(LANES) perfect shuffles transpose the square
 #pragma GCC unroll 4
-    for (int i = 0; i < LANES / 2; ++i) interleave(now[i], now[i + LANES / 2], &next[2 * i], &next[2 * i + 1]);
+  for (int stage = 1; stage < LANES; stage *= 2) {  // log2(LANES) perfect shuffles transpose the square
 #pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; ++i) interleave(now[i], now[i + LANES / 2], &next[2 * i], &next[2 * i + 1]);
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i) now[i] = next[i];
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) store(to + i * to_row, now[i]);
 }
 
@@ -307,7 +374,7 @@ template <long POOL>
 void pool_rows(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
   const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
   for (long t = 0; t < pooled; ++t, y += outputs, codes += outputs, convolved += pool * width) {
-    for (long o = 0; o < outputs; o += LANES) {
+    for_vectors(outputs, [&](long o, auto part) ALWAYS {
       Floats best{};
       Integers code = Integers{} + NOWHERE;
       for (int32_t j = 0; j < pool; ++j) {
@@ -316,14 +383,9 @@ void pool_rows(const Convolution& shape, const float* convolved, long width, flo
         best = better ? value : best;
         code = better ? Integers{} + j : code;
       }
-      const Bytes narrow = narrowed(code);
-      if (o + LANES <= outputs) {
-        store(y + o, best);
-        *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
-      } else {
-        for (long j = 0; o + j < outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
-      }
-    }
+      part.store(y + o, best);
+      part.store_codes(codes + o, narrowed(code));
+    });
   }
 }
 
@@ -338,22 +400,17 @@ template <long POOL>
 void unpool_rows(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
   const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
   for (long t = 0; t < pooled; ++t, dy += outputs, codes += outputs, to += pool * width) {
-    long o = 0;
-    for (; o + LANES <= outputs; o += LANES) {
-      const Floats value = load(dy + o);
-      const Integers code = widened(codes + o);
-      Floats sum = load(bias_sums + o);
+    for_vectors(outputs, [&](long o, auto part) ALWAYS {
+      const Floats value = part.load(dy + o);
+      const Integers code = part.load_codes(codes + o);
+      Floats sum = part.load(bias_sums + o);
       for (int32_t j = 0; j < pool; ++j) {
         const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));
-        store(to + j * width + o, here);
+        part.store(to + j * width + o, here);
         sum += here;
       }
-      store(bias_sums + o, sum);
-    }
-    for (; o < outputs; ++o) {
-      for (long j = 0; j < pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
-      if (codes[o] != NOWHERE) bias_sums[o] += dy[o];
-    }
+      part.store(bias_sums + o, sum);
+    });
   }
 }
 
@@ -448,7 +505,9 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
 }
 
 #include "convolution_2d.h"
+#if RAYDFL_LANES < 16
 #include "normalisation.h"
+#endif
 
 // --- GRU ----------------------------------------------------------------------------------------------------------------------
 //
@@ -726,13 +785,7 @@ void drop(long rows, long columns, uint32_t first_key, uint32_t second_key, uint
 // Applies a function to each vector of x [count] in place.
 template <typename Function>
 INLINE void change(long count, float* x, const Function& function) {
-  const long whole = count / LANES * LANES;
-  for (long i = 0; i < whole; i += LANES) store(x + i, function(load(x + i)));
-  if (whole == count) return;
-  float rest[LANES] = {};
-  copy(rest, x + whole, count - whole);
-  store(rest, function(load(rest)));
-  copy(x + whole, rest, count - whole);
+  for_vectors(count, [&](long i, auto part) ALWAYS { part.store(x + i, function(part.load(x + i))); });
 }
 
 struct Power {
@@ -751,7 +804,27 @@ void take_logarithm(long count, float least, float factor, float* x) { change(co
 
 }  // namespace
 
-const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, convolve_2d, convolve_2d_backward, normalise, normalise_backward, recur, recur_backward,
-                                average, average_backward, drop, exponentiate, take_logarithm};
+// Memory limits normalisation. Vectors of 16 floats would not be faster, and slower with 24 channels, because they cross the lines
+// of the cache.
+#if RAYDFL_LANES == 16
+const auto normalise = avx2_kernels.normalise;
+const auto normalise_backward = avx2_kernels.normalise_backward;
+#endif
+
+const Kernels RAYDFL_KERNELS = {RAYDFL_NAME,
+                                PANEL,
+                                convolve,
+                                convolve_backward,
+                                convolve_2d,
+                                convolve_2d_backward,
+                                normalise,
+                                normalise_backward,
+                                recur,
+                                recur_backward,
+                                average,
+                                average_backward,
+                                drop,
+                                exponentiate,
+                                take_logarithm};
 
 }  // namespace raydfl

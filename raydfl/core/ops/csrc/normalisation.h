@@ -18,32 +18,25 @@ struct ChannelSums {
   // Adds up a row: x - origin and its squares, or, with a gradient, the gradient and its products with x - origin.
   template <bool SQUARES>
   void take_line(const float* x, const float* origin, const float* gradient, long positions) {
-    long c = 0;
-    for (; c + PANEL <= channels; c += PANEL) take<SQUARES, 2>(x, origin, gradient, positions, c);
-    for (; c + LANES <= channels; c += LANES) take<SQUARES, 1>(x, origin, gradient, positions, c);
-    for (; c < channels; ++c) {
-      line[c] = other[c] = 0.0f;
-      for (long p = c; p < positions * channels; p += channels) {
-        const float apart = x[p] - origin[c], value = SQUARES ? apart : gradient[p];
-        line[c] += value;
-        other[c] += value * apart;
-      }
-    }
+    const long pairs = channels / PANEL * PANEL;
+    for (long c = 0; c < pairs; c += PANEL) take<SQUARES, 2>(x, origin, gradient, positions, c, Whole{});
+    for_vectors(channels - pairs, [&](long c, auto part) ALWAYS { take<SQUARES, 1>(x, origin, gradient, positions, pairs + c, part); });
   }
-  template <bool SQUARES, int HALVES>
-  INLINE void take(const float* x, const float* origin, const float* gradient, long positions, long c) {
+  template <bool SQUARES, int HALVES, typename Elements>
+  INLINE void take(const float* x, const float* origin, const float* gradient, long positions, long c, Elements part) {
     Floats sums[HALVES], products[HALVES], from[HALVES];
 #pragma GCC unroll 2
-    for (int h = 0; h < HALVES; ++h) sums[h] = products[h] = Floats{}, from[h] = load(origin + c + h * LANES);
+    for (int h = 0; h < HALVES; ++h) sums[h] = products[h] = Floats{}, from[h] = part.load(origin + c + h * LANES);
     for (long p = c; p < positions * channels; p += channels)
 #pragma GCC unroll 2
       for (int h = 0; h < HALVES; ++h) {
-        const Floats apart = load(x + p + h * LANES) - from[h], value = SQUARES ? apart : load(gradient + p + h * LANES);
+        const Floats apart = part.load(x + p + h * LANES) - from[h];
+        const Floats value = SQUARES ? apart : part.load(gradient + p + h * LANES);
         sums[h] += value;
         products[h] += value * apart;
       }
 #pragma GCC unroll 2
-    for (int h = 0; h < HALVES; ++h) store(line + c + h * LANES, sums[h]), store(other + c + h * LANES, products[h]);
+    for (int h = 0; h < HALVES; ++h) part.store(line + c + h * LANES, sums[h]), part.store(other + c + h * LANES, products[h]);
   }
   void end_line() {
     for (long c = 0; c < channels; ++c) first[c] += line[c], second[c] += other[c];
@@ -91,15 +84,16 @@ void line_of(const Normalisation& s, const float* means, const float* scales, co
 }
 
 // Computes the maximum of ReLU, and its index, over "high" x "wide" positions of a pool for LANES channels.
-INLINE void maximum(const float* from, long row, long channels, long high, long wide, long pool, Floats scale, Floats shift,
-                    Floats* y, Integers* codes) {
+template <typename Elements>
+INLINE void maximum(Elements part, const float* from, long row, long channels, long high, long wide, long pool, Floats scale,
+                    Floats shift, Floats* y, Integers* codes) {
   Floats best{};
   Integers code = Integers{} + NOWHERE;
 #pragma GCC unroll 2
   for (long i = 0; i < high; ++i)
 #pragma GCC unroll 2
     for (long j = 0; j < wide; ++j) {
-      const Floats value = load(from + i * row + j * channels) * scale + shift;
+      const Floats value = part.load(from + i * row + j * channels) * scale + shift;
       const Integers better = (value > best) | (value != value);  // propagate NaN, so that divergence shows
       best = better ? value : best;
       code = better ? Integers{} + static_cast<int32_t>(i * pool + j) : code;
@@ -110,27 +104,19 @@ INLINE void maximum(const float* from, long row, long channels, long high, long 
 // Computes a row of pools with "high" valid rows.
 void pool_row(const Normalisation& s, const float* x, long high, const float* scale, const float* shift, float* y, long width,
               uint8_t* codes) {
-  const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
+  const long row = s.columns * s.channels;
   for (long left = s.columns; left > (s.ceil ? 0 : s.pool - 1); left -= s.pool) {
     const long wide = least(s.pool, left);
-    for (long k = 0; k < whole; k += LANES) {
+    for_vectors(s.channels, [&](long k, auto part) ALWAYS {
       Floats best;
       Integers code;
       if (s.pool == 2 && high == 2 && wide == 2)
-        maximum(x + k, row, s.channels, 2, 2, 2, load(scale + k), load(shift + k), &best, &code);
+        maximum(part, x + k, row, s.channels, 2, 2, 2, part.load(scale + k), part.load(shift + k), &best, &code);
       else
-        maximum(x + k, row, s.channels, high, wide, s.pool, load(scale + k), load(shift + k), &best, &code);
-      store(y + k, best);
-      *reinterpret_cast<LooseBytes*>(codes + k) = narrowed(code);
-    }
-    for (long k = whole; k < s.channels; ++k) {
-      y[k] = 0.0f, codes[k] = NOWHERE;
-      for (long i = 0; i < high; ++i)
-        for (long j = 0; j < wide; ++j) {
-          const float value = x[i * row + j * s.channels + k] * scale[k] + shift[k];
-          if (value > y[k] || value != value) y[k] = value, codes[k] = static_cast<uint8_t>(i * s.pool + j);
-        }
-    }
+        maximum(part, x + k, row, s.channels, high, wide, s.pool, part.load(scale + k), part.load(shift + k), &best, &code);
+      part.store(y + k, best);
+      part.store_codes(codes + k, narrowed(code));
+    });
     x += s.pool * s.channels, y += width, codes += width;
   }
 }
@@ -145,11 +131,10 @@ void normalise(const Normalisation& s, const float* x, const float* weight, cons
     line_of(s, means + item * s.means, scales + item * s.means, weight, bias, scale, shift);
     if (!s.pool) {
       for (long p = 0; p < rows * s.columns; ++p, y += width)
-#pragma GCC ivdep
-        for (long c = 0; c < s.channels; ++c) {
-          const float value = x[p * s.channels + c] * scale[c] + shift[c];
-          y[c] = s.relu && value <= 0.0f ? 0.0f : value;  // propagates NaN
-        }
+        for_vectors(s.channels, [&](long c, auto part) ALWAYS {
+          const Floats value = part.load(x + p * s.channels + c) * part.load(scale + c) + part.load(shift + c);
+          part.store(y + c, s.relu ? (value <= Floats{} ? Floats{} : value) : value);  // propagates NaN
+        });
       for (long p = rows * s.columns; p < s.rows * s.columns; ++p, y += width) clear(y, s.channels);
       continue;
     }
@@ -161,32 +146,29 @@ void normalise(const Normalisation& s, const float* x, const float* weight, cons
 }
 
 // Computes the gradient before pooling for LANES channels of a pool's "high" x "wide" positions.
-INLINE void spread(Floats dy, Integers code, float* to, long row, long channels, long high, long wide, long pool) {
+template <typename Elements>
+INLINE void spread(Elements part, Floats dy, Integers code, float* to, long row, long channels, long high, long wide, long pool) {
 #pragma GCC unroll 2
   for (long i = 0; i < high; ++i)
 #pragma GCC unroll 2
     for (long j = 0; j < wide; ++j)
-      store(to + i * row + j * channels,
-            reinterpret_cast<Floats>(reinterpret_cast<Integers>(dy) & (code == static_cast<int32_t>(i * pool + j))));
+      part.store(to + i * row + j * channels,
+                 reinterpret_cast<Floats>(reinterpret_cast<Integers>(dy) & (code == static_cast<int32_t>(i * pool + j))));
 }
 
 // Computes "high" rows of the gradient before pooling from their row of pools.
 void unpool_row(const Normalisation& s, const float* dy, long width, const uint8_t* codes, long high, float* to) {
-  const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
+  const long row = s.columns * s.channels;
   long left = s.columns;
   for (; left > (s.ceil ? 0 : s.pool - 1); left -= s.pool) {
     const long wide = least(s.pool, left);
-    for (long k = 0; k < whole; k += LANES) {
-      const Integers code = widened(codes + k);
+    for_vectors(s.channels, [&](long k, auto part) ALWAYS {
+      const Integers code = part.load_codes(codes + k);
       if (s.pool == 2 && high == 2 && wide == 2)
-        spread(load(dy + k), code, to + k, row, s.channels, 2, 2, 2);
+        spread(part, part.load(dy + k), code, to + k, row, s.channels, 2, 2, 2);
       else
-        spread(load(dy + k), code, to + k, row, s.channels, high, wide, s.pool);
-    }
-    for (long i = 0; i < high; ++i)
-      for (long j = 0; j < wide; ++j)
-        for (long k = whole; k < s.channels; ++k)
-          to[i * row + j * s.channels + k] = codes[k] == i * s.pool + j ? dy[k] : 0.0f;
+        spread(part, part.load(dy + k), code, to + k, row, s.channels, high, wide, s.pool);
+    });
     to += wide * s.channels, dy += width, codes += width;
   }
   for (long i = 0; i < high && left > 0; ++i) clear(to + i * row, left * s.channels);  // outside all pools
@@ -197,8 +179,10 @@ void gradient_row(const Normalisation& s, const float* dy, long width, const flo
                   float* to) {
   for (long p = 0; p < s.columns; ++p, dy += width, x += s.channels, to += s.channels) {
     if (s.relu)
-#pragma GCC ivdep
-      for (long k = 0; k < s.channels; ++k) to[k] = x[k] * scale[k] + shift[k] <= 0.0f ? 0.0f : dy[k];
+      for_vectors(s.channels, [&](long k, auto part) ALWAYS {
+        const Floats value = part.load(x + k) * part.load(scale + k) + part.load(shift + k);
+        part.store(to + k, value <= Floats{} ? Floats{} : part.load(dy + k));
+      });
     else
       copy(to, dy, s.channels);
   }
@@ -258,8 +242,10 @@ void normalise_backward(const Normalisation& s, const float* dy, long width, con
     for (long p = 0; p < rows * s.columns; ++p) {
       float* to = dx + p * s.channels;
       const float* from = x + p * s.channels;
-#pragma GCC ivdep
-      for (long k = 0; k < s.channels; ++k) to[k] = to[k] * scale[k] + (from[k] * by_x[k] + constant[k]);
+      for_vectors(s.channels, [&](long k, auto part) ALWAYS {
+        const Floats rest = part.load(from + k) * part.load(by_x + k) + part.load(constant + k);
+        part.store(to + k, part.load(to + k) * part.load(scale + k) + rest);
+      });
     }
   }
 }

@@ -8,6 +8,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -36,8 +37,14 @@ float* scratch(int index, long floats) {
 
 const Kernels& kernels() {
 #if defined(__x86_64__) && defined(__GNUC__)
-  static const bool vectors = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const Kernels& chosen = vectors && !std::getenv("RAYDFL_PORTABLE") ? avx2_kernels : portable_kernels;
+  static const Kernels& chosen = []() -> const Kernels& {
+    const char* most = std::getenv("RAYDFL_KERNELS");
+    const std::string name = most ? most : "avx512";
+    if (name == "portable" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return portable_kernels;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide && name != "avx2" ? avx512_kernels : avx2_kernels;
+  }();
   return chosen;
 #else
   return portable_kernels;
