@@ -9,6 +9,7 @@ import numpy as np
 from raydfl.controls._classification import measure_classifiers
 from raydfl.controls._control import Control
 from raydfl.controls._detection import measure_detectors
+from raydfl.controls._transcription import measure_same_answer
 from raydfl.controls._verification import measure_verifiers
 from raydfl.core.part_names import qualify
 from raydfl.core.seeds import generator
@@ -52,4 +53,6 @@ def _measure_part(data: Population, objective: Objective, rng: np.random.Generat
         return measure_classifiers(data, rng)
     if objective.answers == "embedding":
         return measure_verifiers(data, objective, rng)
+    if objective.answers == "text":
+        return measure_same_answer(data, rng)
     return [], f"No raw-feature control for the objective {type(objective).__name__.lower()}."

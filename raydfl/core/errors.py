@@ -33,6 +33,23 @@ class DataError(InputError):
     """Recordings, a manifest or a partition are invalid."""
 
 
+class ClipError(DataError):
+    """An error of a single clip, known by its number in the list of recordings. ``str()`` is without the clip's name.
+
+    Args:
+        clip: number of the clip in the list.
+        message: the message, with ``{clip}`` for the name.
+    """
+
+    def __init__(self, clip: int, message: str) -> None:
+        super().__init__(message.replace("{clip}", f"number {clip}"))
+        self.clip, self._message = clip, message
+
+    def describe(self, name: str) -> str:
+        """Return the message with the name of the clip."""
+        return self._message.replace("{clip}", name)
+
+
 class RunDirectoryError(InputError):
     """A run folder is missing, corrupt, incomplete, in use, or belongs to a different configuration."""
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from raydfl.core.errors import ConfigError, DataError, RaydflError
+from raydfl.core.errors import ClipError, ConfigError, DataError, RaydflError
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import FAILURES, place_of
-from raydfl.data import DataSettings, Population
+from raydfl.data import DataSettings, Population, list_clips
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
@@ -35,6 +35,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     Raises:
         ConfigError: The objective does not fit the data, a network cannot be built or fails, or its output is not finite or of a
             wrong shape.
+        DataError: A clip does not fit a network.
     """
     method = config.components.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
@@ -59,7 +60,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                 fixed = find_fixed_tensors(models, method.fixed)
                 for name, model in models.items():
                     if name not in (*method.partial, *method.on_features):
-                        method.objective.check_network(f"models.{name}", model, part_data)
+                        _check_network(method, f"models.{name}", model, part_data, data)
                     _try(method, models, name, specs, batch, real)
                     spec = next(spec for spec in specs if spec.name == name)
                     described.setdefault(name, {})[spec] = {
@@ -71,6 +72,15 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                         ),
                     }
     return {name: list(kinds.values()) for name, kinds in described.items()}
+
+
+def _check_network(method: Method, where: str, model: nn.Module, population: Population, data: DataSettings) -> None:
+    """Let the objective check a network, and name the clip of an error."""
+    try:
+        method.objective.check_network(where, model, population)
+    except ClipError as error:
+        name = list_clips(data, 0)[0].column("clip")[error.clip].as_py()  # the seed draws no names
+        raise DataError(error.describe(name)) from None
 
 
 def _check_classes(population: Population) -> None:

@@ -24,7 +24,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import DataError
+from raydfl.core.errors import ClipError
 from raydfl.core.metrics import count_edits
 from raydfl.core.ops import ctc_loss
 from raydfl.core.types import Batch, Metrics, Ratio, view_of
@@ -183,7 +183,7 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
     """Reject a clip with fewer tokens than its transcript needs.
 
     Raises:
-        DataError: naming the clip with the longest transcript.
+        ClipError: a clip is too short.
     """
     view, y = examples.first_view, examples.targets(examples.labels)
     needed, shortest = count_needed_tokens(y), np.iinfo(np.int64).max
@@ -197,9 +197,10 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
         tokens = frames.shape[1] if count is None else int(count[0])
         if tokens < needed[index]:
             text = join_units(examples.classes, y[index], examples.joint)
-            raise DataError(
-                f"{where}: the transcript {text!r} (clip {examples.clips[index]} of the list) needs {needed[index]} tokens: one "
-                f"for each unit, and one between equal neighbours. The network has {tokens} for its {shortest} frames. Lower "
+            raise ClipError(
+                int(examples.clips[index]),
+                f"{where}: the transcript {text!r} of clip {{clip}} needs {needed[index]} tokens: one for each unit, and one "
+                f"between equal neighbours. The network has {tokens} for its {shortest} frames. Lower "
                 f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
                 f"may need more tokens than yours."
             )

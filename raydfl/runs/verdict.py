@@ -72,30 +72,54 @@ class HeadlineScore:
     high: float | None = None
     chance: float | None = None
     majority: float | None = None
-    """Share of test clips of the class that is most frequent in training."""
+    """Score of the same answer to each clip: the class that is most frequent in training, or a typical transcript."""
     majority_class: str = ""
+    """The class of ``majority``. Empty: unknown, or a transcript."""
     raw: float | None = None
     """Best score of raw features without training."""
     raw_name: str = ""
 
     @property
     def guessing(self) -> float | None:
-        """The larger of chance and majority."""
-        return max((value for value in (self.chance, self.majority) if value is not None), default=None)
+        """The better of chance and majority."""
+        known = [value for value in (self.chance, self.majority) if value is not None]
+        return max(known, key=lambda value: self.sign * value, default=None)
+
+    @property
+    def sign(self) -> int:
+        """1 if larger scores are better, otherwise -1."""
+        return 1 if SCORES[base_name(self.metric)].higher_is_better else -1
+
+    @property
+    def worst(self) -> float | None:
+        """The end of the interval with the worse score."""
+        return self.low if self.sign > 0 else self.high
+
+    @property
+    def best(self) -> float | None:
+        """The end of the interval with the better score."""
+        return self.high if self.sign > 0 else self.low
 
     @property
     def learnt(self) -> bool | None:
-        """True if the interval is above chance and majority. ``None``: unknown."""
-        return None if self.low is None or self.guessing is None else self.low > self.guessing
+        """True if the whole interval is better than chance and majority, False if not, or if the score is not better.
+
+        ``None``: unknown, because the score has no interval or no control.
+        """
+        if self.guessing is None:
+            return None
+        if self.worst is None:
+            return False if self.sign * self.value <= self.sign * self.guessing else None
+        return self.sign * self.worst > self.sign * self.guessing
 
     def __str__(self) -> str:
         score = f"{get_title(self.metric)} {self.value:.3f}"
         score += "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
         score += f" on {self.clips or ''} {CLIPS[self.split]}".replace("  ", " ")
         controls = []
-        if self.majority is not None and self.majority_class:
+        if self.majority is not None:
             both = "chance and " * (self.majority == self.chance)
-            controls.append(f"{both}always answering {self.majority_class!r} {self.majority:.3f}")
+            controls.append(f"{both}{self._name_majority()} {self.majority:.3f}")
         if self.chance is not None and self.chance != self.majority:
             controls.append(f"chance {self.chance:.3f}")
         if self.raw is not None:
@@ -104,9 +128,12 @@ class HeadlineScore:
         return text if self.learnt is not False else f"not better than {self._format_guess()}: {text}"
 
     def _format_guess(self) -> str:
-        if self.majority is not None and self.majority == self.guessing and self.majority_class:
-            return f"always answering {self.majority_class!r} ({self.majority:.3f})"
+        if self.majority is not None and self.majority == self.guessing:
+            return f"{self._name_majority()} ({self.majority:.3f})"
         return f"chance ({self.guessing:.3f})"
+
+    def _name_majority(self) -> str:
+        return f"always answering {self.majority_class!r}" if self.majority_class else "always the same answer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,35 @@ def test_detection_by_hand(tmp_path: Path) -> None:
     assert controls == [Control(name, "client_test", "auc", value, 4, error, 2) for name, value in expected.items()]
 
 
+TRANSCRIBE: dict[str, Any] = {
+    "objective": {"name": "transcribe"},
+    "models": {"model": {"name": "crnn_tiny"}},
+    "data": {"label_sequences": {"units": "characters"}, "unseen": "keep"},
+}
+
+
+def test_transcription_by_hand(tmp_path: Path) -> None:
+    """The answer ab has 0, 0, 1 and 1 edits in training. In the test it has 0, 1 and 1 for 6 characters."""
+    rows = [
+        *(row for text in ("ab", "ab", "aab", "b") for row in make_rows(text, "anna", "train", 0)),
+        *(row for text in ("ab", "bb", "aa") for row in make_rows(text, "bert", "test", 0)),
+    ]
+    assert measure(configure(tmp_path, rows, **TRANSCRIBE)) == ([Control("majority", "test", "cer", 2 / 6, 3)], "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transcription_agrees_with_jiwer(tmp_path: Path, seed: int) -> None:
+    jiwer = pytest.importorskip("jiwer")
+    rng = np.random.default_rng(seed)
+    answer, *texts = ("".join(rng.choice([*"abc"], rng.integers(1, 9))) for _ in range(40))
+    rows = [
+        *make_rows(answer, "anna", "train", 0),
+        *(row for text in texts for row in make_rows(text, "bert", "test", 0)),
+    ]
+    [control], _ = measure(configure(tmp_path, rows, **TRANSCRIBE))
+    assert control.value == pytest.approx(jiwer.cer(texts, [answer] * len(texts)))
+
+
 def draw_rows(
     rng: np.random.Generator, labels: Sequence[str], split: str, clips: int, bands: int = 3, owners: int = 4
 ) -> list[Row]:

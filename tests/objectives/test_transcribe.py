@@ -246,7 +246,7 @@ class NoFrames(nn.Module):
         (
             ("models.model={name: crnn, pool: 4, filters: [4, 4], hidden: 4}",),
             DataError,
-            r"models.model: the transcript 'ab b' \(clip \d+ of the list\) needs 4 tokens: .* has 3 for its \d+ frames. "
+            r"models.model: the transcript 'ab b' of clip 0/2 needs 4 tokens: .* has 3 for its \d+ frames. "
             r"Lower models.model.pool, data.features.hop_ms or window_ms",
         ),
         (("data.label_sequences=null",), ConfigError, "data.label_sequences: objective 'transcribe' needs transcripts"),

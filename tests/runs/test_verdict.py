@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,6 +96,34 @@ def judge_run(folder: Path, *given: Any, **settings: Any) -> Verdict:
 
 def list_kinds(verdict: Verdict) -> set[str]:
     return {finding.kind for finding in verdict.findings}
+
+
+@pytest.mark.parametrize(
+    ("score", "control", "value", "learnt", "text"),
+    [
+        (
+            "cer",
+            0.8,
+            0.2,
+            True,
+            r"^character error rate 0.200 \[0.145, 0.269\] on 160 test clips; always the same answer 0.800$",
+        ),
+        ("cer", 0.8, 0.77, False, "^not better than always the same answer"),
+        ("cer", 1.0, 1.2, False, "^not better than always the same answer"),
+        ("eer", 0.5, 0.5, False, "^not better than chance"),
+        ("eer", 0.5, 0.4, None, "^equal error rate 0.400 on 160 test clips; chance 0.500$"),
+    ],
+)
+def test_lower_scores_are_better_for_error_rates(
+    tmp_path: Path, score: str, control: float, value: float, learnt: bool | None, text: str
+) -> None:
+    folder = write_run(tmp_path / "run", [1.0, 1.0, value], score=score)
+    name = "chance" if score == "eer" else "majority"
+    (folder / "controls.json").write_text(to_json([Control(name, "test", score, control, 160)], ""))
+    verdict = judge(read_run(folder))
+    assert verdict.learnt is learnt
+    assert re.search(text, verdict.text), verdict.text
+    assert ("blanks" in list_kinds(verdict)) is (value > 0.9)
 
 
 FLAT = [0.25] * 12

@@ -70,7 +70,7 @@ def find_interval(
     """Return the 95 % interval of a score.
 
     Args:
-        base: Base name of the score. Accuracies and AUCs have intervals.
+        base: Base name of the score. Accuracies, AUCs and character error rates have intervals.
         value: The score.
         clips: Number of test clips. ``None``: unknown.
         controls: Controls on the same clips. They have the number of anomalous clips.
@@ -81,6 +81,8 @@ def find_interval(
     if not clips or not math.isfinite(value):
         return None, None
     if base == "accuracy":
+        return wilson_interval(value, clips)
+    if base == "cer" and value <= 1:  # the rates of clips vary at most as much as wrong and correct classes
         return wilson_interval(value, clips)
     positives = next((control.positives for control in controls if control.positives), None)
     if base == "auc" and positives and positives < clips:

@@ -62,7 +62,7 @@ def _choose_cure(run: RunRecord, kinds: Set[str], folder: str, name: str) -> str
         return _rerun(run, folder, "rate", *_scale_rates(run.config, 10.0))
     if "labels" in kinds and "rising" not in kinds:
         return _check_data(folder)
-    if kinds & {"rising", "loss falls", "few evaluations"}:
+    if kinds & {"rising", "loss falls", "few evaluations", "blanks"}:
         return _train_longer(run, name, 4)
     if "below raw features" in kinds:  # The data suffice.
         return _rerun(run, folder, "adam", _ADAM) if _uses_sgd(run) else _train_longer(run, name, 4)

@@ -2,13 +2,15 @@
 
 **Score.** For each part of the data, the headline score of the first model in the order of the report, on the first test set of
 :data:`CLIPS`. Its 95 % interval is Wilson's for an accuracy, and inverts the standard error of Hanley and McNeil for an AUC
-(:mod:`raydfl.controls`). Both treat clips as independent. Other scores have no interval. The run **learnt** if the interval is
-above chance and above the share of the most frequent class, and the training did not diverge (diagnosis.py).
+(:mod:`raydfl.controls`). Both treat clips as independent. A character error rate has Wilson's interval, too, which is too wide, as
+if each clip were right or wrong. Other scores have no interval. The run **learnt** if the interval is better than chance and than
+the same answer to each clip, and the training did not diverge (diagnosis.py). It did not learn if the score itself is not better.
 
 **Findings.** Their kinds and rules:
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
+- ``blanks``: not learnt, and the character error rate is above :data:`EMPTY`: nearly all answers are empty.
 - ``plateau``: it did not rise, or the run did not learn and its last value is not above guessing by that rise. ``loss falls``: a
   plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.
@@ -73,6 +75,8 @@ LOSS_LEAST = 0.05
 """Smallest relevant rise of a cross-entropy, relative to that of guessing. One clip may raise a loss near 0 by 10 %."""
 GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
+EMPTY = 0.9
+"""Smallest character error rate of a model whose answers are nearly all empty."""
 RAW_GAIN = 0.02
 """Smallest relevant gain of raw features over guessing. It exceeds the luck of the best of two controls."""
 FEW_TESTED = 100
@@ -120,6 +124,12 @@ def judge(run: RunRecord, name: str = "") -> Verdict:
 def _check_score(run: RunRecord, score: HeadlineScore) -> Iterator[Problem]:
     """Compare a score with raw features, and check the test clips."""
     mark = qualify(find_part(score.metric), ": ", "")
+    if score.learnt is False and base_name(score.metric) == "cer" and score.value >= EMPTY:
+        text = (
+            "Nearly all answers are empty or wrong. CTC first learns that most tokens are blank, which can take many rounds. "
+            "Train longer, with more local steps, or with momentum."
+        )
+        yield Problem("blanks", mark + text, worthless=False)
     if _doubts_labels(score):
         text = f"Raw features do not learn either ({score.raw:.3f}). Check that the labels match the recordings."
         yield Problem("labels", mark + text, worthless=False)
@@ -152,9 +162,10 @@ def _compare_references(run: RunRecord, score: HeadlineScore) -> Iterator[Proble
             continue
         text, low, high = f"{name}: {get_title(reference.metric)} {reference.value:.3f}", reference.low, reference.high
         text += "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-        if kind == "pooled" and low is not None and low > score.high:
+        sign, worst, best = score.sign, reference.worst, score.best
+        if kind == "pooled" and worst is not None and best is not None and sign * worst > sign * best:
             yield Problem("worse than pooled", f"{text}, better than the federation.", worthless=False)
-        elif kind == "local" and reference.value >= score.low:
+        elif kind == "local" and score.worst is not None and sign * reference.value >= sign * score.worst:
             yield Problem(kind, f"{text}, so a benefit of the federation is not shown.", worthless=False)
         else:
             yield Problem(kind, f"{text}.", worthless=False)

@@ -1,0 +1,71 @@
+"""Control of speech recognition: the same answer to each clip.
+
+The answer is the training transcript with the lowest character error rate on the other training transcripts, or no answer. It
+needs no recording, so a model with this error rate or a higher one has learnt nothing from sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from raydfl.controls._control import Control
+from raydfl.data import Examples, Population, join_units
+
+_CANDIDATES = 50
+"""Maximum number of answers to compare."""
+_COMPARED = 1000
+"""Maximum number of training transcripts to compare them with."""
+
+
+def measure_same_answer(data: Population, rng: np.random.Generator) -> tuple[list[Control], str]:
+    """Measure the control ``majority`` of a data set with transcripts.
+
+    Args:
+        data: population of one part, with clips.
+        rng: generator that draws the training transcripts.
+
+    Returns:
+        The control of each test set, and the reason for a missing control.
+    """
+    train = _read_transcripts(data.read_role("train"))
+    tests = {split: _read_transcripts(data.read_role(split)) for split in ("test", "client_test", "validation")}
+    if tests["test"] or tests["client_test"]:
+        del tests["validation"]
+    if not train or not any(tests.values()):
+        return [], "The same answer to each clip has no score, because there are no training or no test clips."
+    candidates = sorted({train[index] for index in rng.permutation(len(train))[:_CANDIDATES].tolist()} | {""})
+    compared = [train[index] for index in rng.permutation(len(train))[:_COMPARED].tolist()]
+    answer = min(candidates, key=lambda candidate: int(_count_edits(compared, candidate).sum()))
+    return [
+        Control("majority", split, "cer", float(_count_edits(clips, answer).sum() / characters), len(clips))
+        for split, clips in tests.items()
+        if (characters := sum(map(len, clips)))
+    ], ""
+
+
+def _read_transcripts(parts: Sequence[Examples]) -> list[str]:
+    return [join_units(part.classes, row, part.joint) for part in parts for row in part.targets(part.labels)]
+
+
+def _count_edits(transcripts: Sequence[str], answer: str) -> np.ndarray:
+    """Count the edits from each transcript to the same answer (:func:`raydfl.core.metrics.count_edits`), all clips at once.
+
+    Returns:
+        int64 [transcripts].
+    """
+    lengths = np.array([len(text) for text in transcripts])
+    codes = np.full((len(transcripts), int(lengths.max(initial=0))), -1)
+    for row, text in zip(codes, transcripts, strict=True):
+        row[: len(text)] = [*map(ord, text)]
+    row = np.tile(np.arange(len(answer) + 1), (len(transcripts), 1))
+    edits = np.where(lengths == 0, len(answer), 0)
+    for number in range(codes.shape[1]):
+        before, row = row, np.empty_like(row)
+        row[:, 0] = number + 1
+        for place, unit in enumerate(map(ord, answer), 1):
+            changed = before[:, place - 1] + (codes[:, number] != unit)
+            row[:, place] = np.minimum(np.minimum(before[:, place], row[:, place - 1]) + 1, changed)
+        edits[lengths == number + 1] = row[lengths == number + 1, -1]
+    return edits
