@@ -56,9 +56,13 @@ def measure(config: Config) -> dict[str, Any]:
 
 JOBS = sorted(str(path.relative_to(TESTS.parent)) for path in (TESTS.parent / "jobs").rglob("*.yaml"))
 STUDIES = [name for name in JOBS if "\naxes:" in (TESTS.parent / name).read_text()]
-# The digest of a job with pretrained weights depends on the user's file.
+# The digest of a study or a job with pretrained weights depends on the user's files.
 SWEEPS = [name for name in STUDIES if "init_from: " not in (TESTS.parent / name).read_text()]
-RUNS = [name for name in JOBS if name not in STUDIES and "/clusters/" not in name]
+RUNS = [
+    name
+    for name in JOBS
+    if name not in STUDIES and "/clusters/" not in name and "name: pretrained" not in (TESTS.parent / name).read_text()
+]
 
 
 def compute_job_digest(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from encoders import LAYERS, WIDTH, needs_transformers, reference, write_encoder
 from helpers import finish_in
@@ -19,7 +20,7 @@ from raydfl import load_model, read_rows
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.pretrained import Encoder, read_encoder_folder
 from raydfl.core.types import ModelSpec
-from raydfl.engine.config import Config
+from raydfl.engine.config import Config, load_config
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.worker import Worker
 from raydfl.models import build_model, make_cuts, narrow
@@ -31,6 +32,7 @@ from raydfl.testing import start_server
 pytestmark = needs_transformers
 pytest.importorskip("peft")
 Tiny = Callable[..., Config]
+JOBS = Path(__file__).parents[2] / "jobs"
 RANK, AFTER, CLASSES, CLIENTS = 4, 1, 3, 3
 ADAPTED = (LAYERS - AFTER) * 2
 """Number of adapters: q_proj and v_proj of the layers after the features."""
@@ -85,6 +87,34 @@ def randomise_adapters(network: torch.nn.Module) -> None:
     for name, parameter in network.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def test_the_job_for_librispeech_runs_on_tiny_files_in_its_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two speakers train and a third one is the test. The sentences have seven characters."""
+    monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
+    write_encoder(tmp_path / "wav2vec2-base", "wav2vec2")
+    for subset, speaker in (("train-clean-100", 19), ("train-clean-100", 26), ("test-clean", 61)):
+        folder = tmp_path / "LibriSpeech" / subset / str(speaker) / "7"
+        folder.mkdir(parents=True)
+        for number in range(2):
+            noise = np.random.default_rng(speaker + number).normal(size=8000)
+            soundfile.write(folder / f"{speaker}-7-000{number}.flac", noise / 10, 16000)
+        (folder / f"{speaker}-7.trans.txt").write_text(f"{speaker}-7-0000 IT'S A CAT\n{speaker}-7-0001 A TEA\n")
+    small = {"train.rounds": 1, "train.cohort": 1.0, "train.precision": "float32", "evaluate.every": 1}
+    config = load_config(
+        JOBS / "transcribe_adapters.yaml",
+        [
+            *(f"{name}={value}" for name, value in small.items()),
+            *("ray.actors=0", "ray.gpus=0", "track.mlflow=false"),
+            *(f"run.dir={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}"),
+        ],
+    )
+    folder, state = train_run(config)
+    units, adapters = len("it's ace") + 1, LAYERS * 2 * 8 * 2 * WIDTH
+    assert sum(tensor.numel() for tensor in state.values()) == adapters + (WIDTH + 1) * units
+    assert len(read_values(folder, "model/cer")) == 1
 
 
 SENT = {
