@@ -16,6 +16,7 @@ from helpers import finish_in
 from safetensors.torch import load_file
 from torch import Tensor
 
+import raydfl
 from raydfl import load_model, read_rows
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.pretrained import Encoder, read_encoder_folder
@@ -295,6 +296,18 @@ def test_batched_clients_equal_unbatched_clients(tiny: Tiny, folders: Any) -> No
         torch.testing.assert_close(unbatched[name], value, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("actors", [1, 2])
+def test_actors_give_the_same_bits(tiny: Tiny, folders: Any, ray_session: None, actors: int) -> None:
+    shares = ["data.profile={share: {values: [0.25, 0.5, 1.0]}}", "method.share=share", "method.rule=product_mean"]
+    settings = [*shares, "train.rounds=2", "evaluate.every=1"]
+    _, serial = train_run(configure(tiny, folders("hubert"), *settings, "ray.actors=0", method="heterofl"), "serial")
+    config = configure(tiny, folders("hubert"), *settings, "run.name=actors", f"ray.actors={actors}", method="heterofl")
+    parallel = final_state(raydfl.run(config).run_dir).tensors["global"]
+    assert serial.keys() == parallel.keys()
+    assert all(torch.equal(value, parallel[name]) for name, value in serial.items())
+
+
 def test_caching_the_layers_before_the_adapters_does_not_change_the_run(tiny: Tiny, folders: Any) -> None:
     """With an adapter in the last layer only, a run on samples equals a run on its cached tokens."""
     config = configure(tiny, folders("hubert"), "train.together=1", lora="targets: [2.attention.q_proj]")
@@ -352,7 +365,7 @@ def test_adapters_that_do_not_fit_the_encoder_are_rejected(
         configure(tiny, folders("hubert"), *overrides, lora=lora)
 
 
-@pytest.mark.parametrize("kind", ["hubert", "ast", "whisper"])
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert", "ast", "whisper"])
 def test_exports_equal_the_model_with_adapters(tiny: Tiny, folders: Any, kind: str, tmp_path: Path) -> None:
     """Oracles: PeftModel on the original encoder, and the exported encoder without adapters."""
     import peft
