@@ -202,5 +202,5 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
                 f"{where}: the transcript {text!r} of clip {{clip}} needs {needed[index]} tokens: one for each unit, and one "
                 f"between equal neighbours. The network has {tokens} for its {shortest} frames. Lower "
                 f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
-                f"may need more tokens than yours."
+                f"may need more tokens than yours.",
             )

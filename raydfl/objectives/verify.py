@@ -127,7 +127,7 @@ class Verify(Objective):
 
     def _check_test(self, test: Examples) -> None:
         """Reject a test set of the server without trials of both kinds."""
-        *_, same = self._list_trials(test, np.unique(test.clips, return_index=True)[1])
+        *_, same = self.list_trials(test, np.unique(test.clips, return_index=True)[1])
         speakers = np.unique(test.labels)
         if same.any() and not same.all():
             return
@@ -188,13 +188,13 @@ class Verify(Objective):
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
         """Compute ``scores``, the cosines of all trials. Return no metrics without trials."""
         embeddings, first = mean_over_clips(self.answer(outputs.double()), examples)
-        left, right, same = self._list_trials(examples, first)
+        left, right, same = self.list_trials(examples, first)
         if not len(same):
             return {}
         unit = self.answer(torch.from_numpy(embeddings)).numpy()
         return {"scores": Scores((unit[left] * unit[right]).sum(axis=1), same, of_pairs=True)}
 
-    def _list_trials(self, examples: Examples, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def list_trials(self, examples: Examples, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """List the trials of examples.
 
         Args:

@@ -24,7 +24,7 @@ from torch import nn
 
 from raydfl import load_model, read_rows, run
 from raydfl.controls import measure_controls
-from raydfl.core.errors import ConfigError, DataError, InputError
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.metrics import pool, summarise
 from raydfl.core.types import Scores
 from raydfl.data import Examples
@@ -34,6 +34,7 @@ from raydfl.data.trials import TRIALS
 from raydfl.engine.config import Config
 from raydfl.objectives.verify import Verify, add_margin, measure_closeness
 from raydfl.runs.inference import predictions
+from raydfl.runs.inference.mistakes import read_predictions
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Recording
 from raydfl.runs.inference.tested import score_tests
@@ -315,8 +316,20 @@ def test_predictions_give_the_values_of_the_run(
     cost = min(0.01 * (1 - true) + 0.99 * false) / 0.01
     assert record.curves["test", "model/min_dcf"].last == pytest.approx(cost, abs=1e-9)
     assert 0 < record.curves["test", "model/eer"].last < 0.4  # it has learned something, but not everything
-    with pytest.raises(InputError, match="was trained for embeddings. Omit --test"):
-        score_tests(folder)
+    trials = read_predictions(score_tests(folder).parent)
+    places = {str(sound.name): index for index, sound in enumerate(sounds)}
+    wrong = [trial for trial in trials if trial.label != trial.predicted]
+    assert trials[: len(wrong)] == wrong, "wrong trials come first"
+    share = {
+        label: np.mean([trial.predicted != label for trial in trials if trial.label == label])
+        for label in ("same speaker", "different speakers")
+    }
+    assert all(low - 0.1 <= value <= high + 0.1 for value in share.values()), "the threshold is near equal errors"
+    for trial in trials:
+        left, right = (places[name] for name in trial.clip.split(" and "))
+        assert trial.label == ("same speaker" if speakers[left] == speakers[right] else "different speakers")
+        assert trial.probability == pytest.approx(embeddings[left] @ embeddings[right], abs=1e-4)
+    assert len(trials) == len(pairs)
     # The command line
     import soundfile
 

@@ -1,6 +1,7 @@
 """Predictions of a run's own test clips, and the recordings of the worst mistakes, to listen to in the report.
 
-``predictions.csv`` in the run's folder has a row for each test clip of the server, with the prediction of the shared model. The
+``predictions.csv`` in the run's folder has a row for each test clip of the server, with the prediction of the shared model, or for
+the worst trials of a verification. The
 folder ``mistakes`` has the recordings with the worst predictions. Both need the list of recordings and the feature
 cache, so they are written on request on a machine with the data.
 """
@@ -14,18 +15,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import soundfile
 import torch
+from sklearn.metrics import roc_curve
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.metrics import count_edits
 from raydfl.data import DataSettings, Event, Examples, Population, join_units, list_clips, write_events
 from raydfl.data.features import WaveFeatures
+from raydfl.objectives import Verify
 from raydfl.runs.inference.model import RunModel, _Run
 from raydfl.runs.inference.recordings import answer, list_intervals, write_transcript
 
@@ -33,6 +36,10 @@ PREDICTIONS_FILE = "predictions.csv"
 MISTAKES_FOLDER = "mistakes"
 _RECORDINGS = 12
 """Number of recordings to keep."""
+_TRIALS = 1000
+"""Number of trials to keep, the worst first."""
+_PAUSE = 0.5
+"""Seconds between the clips of a trial."""
 _SECONDS = 10
 """Maximum length of a kept recording."""
 _BATCH = 64
@@ -40,17 +47,17 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class PredictedClip:
-    """A test clip of the server with its prediction."""
+    """A test clip of the server, or a trial of two clips, with its prediction."""
 
     clip: str
-    """Name in the list of recordings, after the part's name and a colon with ``data.parts``."""
+    """Name in the list of recordings, after the part's name and a colon with ``data.parts``. Names of a trial are joined."""
     group: str
-    """Owner. Empty: unknown."""
+    """Owner. Empty: unknown, or a trial."""
     label: str
     predicted: str
     probability: float
     """Probability of the predicted class. For a transcript the geometric mean over its tokens, for events the mean probability of
-    the decisions at all tokens."""
+    the decisions at all tokens, for a trial the cosine of both embeddings."""
     recording: str = ""
     """File in the folder ``mistakes``. Empty: not kept."""
 
@@ -107,26 +114,27 @@ def _predict(
     model: RunModel, test: Examples, manifest: pa.Table, data: DataSettings, part: str, folder: Path
 ) -> Iterator[PredictedClip]:
     """Yield the clips of a test set, the worst mistakes first: the most confident, or those with the most errors."""
+    trials = isinstance(model.objective, Verify)
     compare = _detect if test.events is not None else _transcribe if test.sequences is not None else _classify
-    numbers, truth, predicted, probabilities, errors = compare(model, test)
-    order = np.lexsort((-probabilities, -errors))
-    rows = manifest.take(numbers[order]).to_pylist()
+    numbers, truth, predicted, probabilities, errors = (_verify if trials else compare)(model, test)
+    order = np.lexsort((-probabilities, -errors))[: _TRIALS if trials else None]
+    each = 2 if trials else 1
+    listed = manifest.take(numbers[order].ravel()).to_pylist()
+    rows = [listed[start : start + each] for start in range(0, len(listed), each)]
     wrong = min(_RECORDINGS, int(np.count_nonzero(errors))) if isinstance(data.features, WaveFeatures) else 0
-    sounds = iter(data.source.read_waves(rows[:wrong]))
-    for rank, (place, row) in enumerate(zip(order.tolist(), rows, strict=True)):
-        name = f"{part}:{row['clip']}" if part else row["clip"]
-        sound = next(sounds, None)
+    sounds = iter(data.source.read_waves([clip for clips in rows[:wrong] for clip in clips]))
+    for rank, (place, clips) in enumerate(zip(order.tolist(), rows, strict=True)):
+        name = " and ".join(f"{part}:{clip['clip']}" if part else clip["clip"] for clip in clips)
+        heard = [next(sounds) for _ in clips] if rank < wrong else []
         recording = ""
-        if isinstance(sound, tuple):  # An error if the features are cached without their recordings.
+        if heard and all(isinstance(sound, tuple) for sound in heard):  # an error if only the features are cached
             recording = f"{part}-{rank:02}.wav" if part else f"{rank:02}.wav"
-            samples, rate = sound
             folder.mkdir(exist_ok=True)
-            soundfile.write(
-                folder / recording, samples.reshape(len(samples), -1)[: _SECONDS * rate, 0], rate, subtype="PCM_16"
-            )
+            samples, rate = _join_sounds(cast(Any, heard))
+            soundfile.write(folder / recording, samples, rate, subtype="PCM_16")
         yield PredictedClip(
             name,
-            row["group"] or "",
+            "" if trials else clips[0]["group"] or "",
             truth[place],
             predicted[place],
             round(float(probabilities[place]), 4),
@@ -134,17 +142,29 @@ def _predict(
         )
 
 
+def _join_sounds(sounds: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, int]:
+    """Join the beginnings of recordings with equal rates, with a pause between them: float [samples], and the rate in Hz."""
+    rate = sounds[0][1]
+    pause = np.zeros(round(_PAUSE * rate))
+    parts = [samples.reshape(len(samples), -1)[: _SECONDS * rate, 0] for samples, _ in sounds]
+    return np.concatenate([part for sound in parts for part in (pause, sound)][1:]), rate
+
+
 _Answers = tuple[np.ndarray, Sequence[str], Sequence[str], np.ndarray, np.ndarray]
-"""Clips int64 [clips], their true and predicted labels, and float [clips] each: probability and errors (0 for a correct answer)."""
+"""Clips int64 [clips] or [trials, 2], true and predicted labels, and float [clips] each: probability, errors (0: correct)."""
+
+
+def _answer_clips(model: RunModel, test: Examples) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the answers of clips: int64 [clips] in ascending order, and float64 [clips, answers]."""
+    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
+    numbers = np.unique(test.clips)
+    answers = [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
+    return numbers, np.stack(answers)
 
 
 def _classify(model: RunModel, test: Examples) -> _Answers:
-    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
-    numbers, first = np.unique(test.clips, return_index=True)
-    answers = np.stack(
-        [model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)]) for number in numbers]
-    )
-    predicted, truth = answers.argmax(axis=1), test.labels[first]
+    numbers, answers = _answer_clips(model, test)
+    predicted, truth = answers.argmax(axis=1), test.labels[np.unique(test.clips, return_index=True)[1]]
     names, answered = ([test.classes[label] for label in labels.tolist()] for labels in (truth, predicted))
     return numbers, names, answered, answers.max(axis=1), (predicted != truth).astype(float)
 
@@ -178,6 +198,20 @@ def _detect(model: RunModel, test: Examples) -> _Answers:
         probabilities.append(np.maximum(values, 1 - values).mean())
         errors.append(_count_wrong_segments(events, found))
     return numbers, truth, predicted, np.array(probabilities), np.array(errors)
+
+
+def _verify(model: RunModel, test: Examples) -> _Answers:
+    """Decide the trials at the threshold of equal errors. Errors are distances of cosines to the threshold."""
+    objective = cast(Verify, model.objective)
+    numbers, unit = _answer_clips(model, test)
+    left, right, same = objective.list_trials(test, np.unique(test.clips, return_index=True)[1])
+    cosines = (unit[left] * unit[right]).sum(axis=1)
+    false_positives, true_positives, thresholds = roc_curve(same, cosines)
+    threshold = thresholds[np.abs(1 - true_positives - false_positives).argmin()]
+    accepted = cosines >= threshold
+    names = [["same speaker" if value else "different speakers" for value in values] for values in (same, accepted)]
+    errors = np.where(accepted == same, 0, np.maximum(np.abs(cosines - threshold), 1e-12))
+    return np.stack([numbers[left], numbers[right]], axis=1), names[0], names[1], cosines, errors
 
 
 def _count_wrong_segments(truth: Sequence[Event], found: Sequence[Event]) -> float:

@@ -19,6 +19,7 @@ from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.data import Examples, Population, list_clips
 from raydfl.engine.storage import local_run
+from raydfl.objectives import Verify
 from raydfl.runs.inference.mistakes import predict_tests
 from raydfl.runs.inference.model import RunModel, _Run
 from raydfl.runs.inference.threshold import Threshold
@@ -52,7 +53,7 @@ def score_tests(
 ) -> Path:
     """Score the test clips of a run with the clients' and the shared model, and write ``scores.csv``.
 
-    For classes, transcripts and events, predict the server's test clips instead, and write ``predictions.csv``
+    For classes, transcripts, events and trials, predict the server's test clips instead, and write ``predictions.csv``
     (:mod:`raydfl.runs.inference.mistakes`).
 
     Args:
@@ -74,7 +75,7 @@ def score_tests(
     run = _Run(folder, trust, best)
     if run.config.data.sites:
         raise InputError(f"the test clips of {folder} are at its sites (data.sites). Score them there.")
-    if run.method.objective.answers in ("class", "text", "intervals"):
+    if run.method.objective.answers in ("class", "text", "intervals") or isinstance(run.method.objective, Verify):
         return predict_tests(run, model)
     if run.method.objective.answers != "score":
         trained = "embeddings" if run.method.objective.answers == "embedding" else "sets of classes"

@@ -32,7 +32,7 @@ def show_mistakes(run: RunRecord) -> Section:
     """List the test clips with the most confident wrong predictions, with players, and the worst speakers and classes."""
     clips = read_predictions(run.folder)
     wrong = [clip for clip in clips if clip.label != clip.predicted]
-    left, events = _EMBEDDED, run.headline == "psds1"
+    left, events, trials = _EMBEDDED, run.headline == "psds1", run.headline == "eer"
     rows = []
     for clip in wrong[:_CLIPS]:
         player, size = _make_player(run.folder, clip.recording, left)
@@ -42,21 +42,33 @@ def show_mistakes(run: RunRecord) -> Section:
                 player,
                 _draw_spectrogram(run.folder, clip.recording),
                 clip.clip,
-                clip.group,
+                *([] if trials else [clip.group]),
                 *(text.replace("|", ", ") if events else text for text in (clip.label, clip.predicted)),
-                f"{100 * clip.probability:.0f} %",
+                f"{clip.probability:.3f}" if trials else f"{100 * clip.probability:.0f} %",
             )
         )
     transcripts = run.headline == "cer"
     notes = [] if events else [*_list_worst("Speakers", clips, lambda clip: clip.group)]
-    notes += [] if transcripts or events else _list_worst("Classes", clips, lambda clip: clip.label)
+    notes += [] if transcripts or events or trials else _list_worst("Classes", clips, lambda clip: clip.label)
     order = "the largest share of edits" if transcripts else "the most confident"
     hint = f"{len(wrong):,} of {len(clips):,} test clips have a wrong prediction (predictions.csv), {order} first."
     if events:  # times are hardly ever exact
         hint = f"The worst of {len(clips):,} test clips (predictions.csv), by the fraction of wrong segments of 1 s."
+    if trials:
+        hint = (
+            "Trials with a wrong decision at the threshold of equal errors, the worst first. predictions.csv has 1,000."
+        )
     return Section(
         "Mistakes",
-        headings=("listen", "spectrogram", "clip", "speaker", "truth", "prediction", "probability"),
+        headings=(
+            "listen",
+            "spectrogram",
+            "clip",
+            "speaker",
+            "truth",
+            "prediction",
+            "cosine" if trials else "probability",
+        ),
         rows=rows,
         hint=hint,
         notes=notes,
