@@ -28,6 +28,7 @@ from raydfl.engine.baselines import expand_baseline
 from raydfl.engine.block_size import check_block
 from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
 from raydfl.engine.fleet_support import check_fleet
+from raydfl.engine.groups import Grouped
 from raydfl.engine.named_files import check_encoder, check_same_files, hash_named_files, resolve_paths
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
@@ -97,6 +98,14 @@ class Config(Settings):
         for criteria in self.make_selection().wanted.values():
             for setting, criterion in criteria:
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
+        if (
+            self.train.phases
+            and isinstance(self.components.method, Grouped)
+            and not type(self.components.method).phases
+        ):
+            raise ConfigError(
+                "train.phases: with train.groups a run has the phases of its method only. Remove one of both"
+            )
         check_begins(self.phases, self.train, self.run.best, self.evaluate.interval)
         check_block(self.train, self.components)
         check_privacy(self.privacy, self.components, self.data, self.train, self.evaluate, self.run)
@@ -119,7 +128,7 @@ class Config(Settings):
 
     @property
     def phases(self) -> Phases:
-        """The phases of the method with the first round of each."""
+        """The phases of the run with the first round of each."""
         return Phases.from_settings(type(self.components.method).phases, self.train, self.method["name"])
 
     def check_needs(self, pools: Mapping[str, Sequence[str]]) -> None:
@@ -275,7 +284,7 @@ class Config(Settings):
             decisive["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         decisive = select_decisive(decisive, self.data)
         decisive["train"].pop("rounds")
-        if type(self.components.method).phases:
+        if any(self.phases.names):
             decisive["train"]["phases"] = [
                 (name, first, self.train.phases.get(name, PhaseSettings()).dump_deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)

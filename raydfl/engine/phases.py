@@ -1,4 +1,8 @@
-"""Phases of a method and their rounds. A method without phases has a single one with an empty name."""
+"""Phases of a run and their rounds.
+
+The phases are those of the method. For a method without phases they are those of ``train.phases``, or a single one with an empty
+name.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,19 @@ class Phases:
         """Divide the rounds of a run into phases.
 
         Args:
-            names: Names of the method's phases; empty: a single phase.
+            names: Names of the method's phases; empty: those of ``train``, or a single phase.
             train: Training settings, with the number of rounds of the run and of its phases.
             method: Name of the method, for messages.
 
         Raises:
-            ConfigError: A phase is unknown, or the rounds of the phases exceed ``train.rounds``.
+            ConfigError: A phase is unknown, a single phase is set, or the rounds of the phases exceed ``train.rounds``.
         """
-        names = tuple(names) or cls().names
+        if not names and len(train.phases) == 1:
+            raise ConfigError(
+                f"train.phases: {next(iter(train.phases))!r} would be the only phase of method {method!r}. Name two or more, such "
+                f"as {{warm_up: {{rounds: 20, local_epochs: 4}}, rest: {{}}}}, or set train instead"
+            )
+        names = tuple(names) or tuple(train.phases) or cls().names
         check_phases(train.phases, names, "train.phases", method)
         lengths = [train.phases[name].rounds if name in train.phases else None for name in names]
         if lengths[-1] is not None:

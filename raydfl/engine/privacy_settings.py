@@ -103,8 +103,8 @@ def check_privacy(
     elif not method.associative or method.additions or method.changes:
         reason = f"method {name} uses more of the updates than their sum"
         remedy = "Choose a method with a server for the sum alone: fedavg, fedprox, fedadam, fedper"
-    elif method.phases:
-        reason, remedy = f"method {name} has several phases", "Choose a method without phases"
+    elif method.phases or train.phases:
+        reason, remedy = "the training has several phases", "Choose a method without phases, and remove train.phases"
     elif data.parts:
         reason, remedy = "data.parts has several sets of clients", "Use a single data set"
     if reason:
@@ -191,9 +191,9 @@ def _check_examples(
     conflicts = {
         "method.rule": (isinstance(components.rule, Gaussian), "gaussian protects clients", "Choose another rule"),
         "method.name": (
-            bool(method.phases),
-            f"{type(method).__name__} has several phases, and the accounting knows one number of epochs",
-            "Choose a method without phases",
+            bool(method.phases or train.phases),
+            "the training has several phases, and the accounting knows one number of epochs",
+            "Choose a method without phases, and remove train.phases",
         ),
         "method": (
             method.reads_metrics,

@@ -162,7 +162,7 @@ class ClientSettings(Settings):
 
 
 class PhaseSettings(Settings):
-    """Overrides for a phase of a multi-phase method. null: the value in ``train``."""
+    """Overrides for a phase of the training. null: the value in ``train``."""
 
     rounds: int | None = Field(
         None,
@@ -268,7 +268,8 @@ class TrainSettings(Settings):
     )
     optimiser: OptimiserSettings = OptimiserSettings()
     phases: dict[str, PhaseSettings] = Field(
-        default_factory=dict, description="Overrides for single phases of a multi-phase method, by the phase's name."
+        default_factory=dict,
+        description="Overrides for phases of the training, by the phase's name: phases of the method, or your own.",
     )
 
     @field_validator("cohort")

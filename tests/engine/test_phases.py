@@ -13,7 +13,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
 from raydfl.engine.storage import record
-from raydfl.testing import assert_same_bits, start_server, train_federation
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 from raydfl.training import TrainSettings
 
 Tiny = Callable[..., Config]
@@ -89,7 +89,47 @@ def test_the_start_of_a_phase_is_in_the_digest(tiny: Tiny, folder: Path) -> None
     assert compute_digest("train.rounds=9") != compute_digest("train.rounds=4")
     assert compute_digest(*two_rounds, "train.rounds=4", LR) != compute_digest(*two_rounds, "train.rounds=4")
     assert tiny("train.phases={}").digest() == tiny().digest()
-    with pytest.raises(ConfigError, match="has no phase 'distil', because it has no phases"):
-        tiny(LR)
+    with pytest.raises(ConfigError, match="'distil' would be the only phase of method 'fedavg'. Name two or more"):
+        tiny(LR, method="fedavg")
     with pytest.raises(ConfigError, match=r"phases.distil.optimiser.models: modality_mirror has no model 'sound'"):
         compute_digest("train.phases.distil.optimiser.models={sound: 0.1}")
+
+
+WARM = "train.phases={warm: {rounds: 2, local_epochs: 2, optimiser: {lr: 0.05}}, rest: {}}"
+
+
+def select_models(tensors: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: value for name, value in tensors.items() if name.startswith("server global")}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_phases_of_the_user_have_the_bits_of_their_settings(tiny: Tiny, method: str) -> None:
+    """Phases with equal settings change nothing, and the first phase equals a run with its settings."""
+    four = ("train.rounds=4", "evaluate.every=9")
+    plain = tiny(*four, method=method)
+    equal = tiny(*four, "train.phases={a: {rounds: 2}, b: {}}", method=method)
+    assert select_models(known(equal)) == select_models(known(plain))
+    warm = tiny("train.rounds=2", "evaluate.every=9", "train.local_epochs=2", "train.optimiser.lr=0.05", method=method)
+    config = tiny(*four, WARM, "run.name=phases", method=method)
+    server = start_server(config)
+    server.round()
+    server.round()
+    server.finish()
+    server.close()
+    assert select_models(read_tensors(Path(config.run.dir) / "phases")) == select_models(known(warm))
+    resumed = select_models(train_federation(config))
+    assert resumed == select_models(known(tiny(*four, WARM, method=method)))
+    assert differ(resumed, select_models(known(plain)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.groups=ifca"], r"train\.phases: with train\.groups a run has the phases of its method only"),
+        (["method.rule={name: gaussian, clip: 1, noise: 1}", "privacy.delta=1e-5"], "the training has several phases"),
+        (["train.phases.rest.rounds=3"], r"train\.phases\.rest\.rounds is 3, but the last phase always has the rest"),
+    ],
+)
+def test_phases_of_the_user_that_do_not_fit_are_rejected(tiny: Tiny, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny("train.rounds=4", WARM, *overrides, method="fedavg")

@@ -233,7 +233,7 @@ def test_stopping_a_phase_early_equals_configuring_fewer_rounds(tiny: Tiny) -> N
         (["run.best=server_validation model/accuracy"], "because the server has no validation clips"),
         (["run.best={metric: {first: accuracy}}"], "no phase 'first', because it has no phases. Remove run.best.metric"),
         (["run.best={metric: {'': accuracy}}"], "has no phase '', because it has no phases. Remove run.best.metric"),
-        (["train.phases={'': {rounds: 1}}"], "has no phase '', because it has no phases. Remove train.phases"),
+        (["train.phases={'': {rounds: 1}}"], "'' would be the only phase of method 'fedavg'. Name two or more"),
     ],
 )  # fmt: skip
 def test_unusable_metrics_are_rejected(tiny: Tiny, overrides: list[str], message: str) -> None:
