@@ -120,6 +120,7 @@ docs: $(INSTALLED)
 
 tables: $(INSTALLED)
 	.venv/bin/python benchmarks/study_tables.py
+	.venv/bin/python docs/draw_privacy.py
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python tests/fuzz/fuzz.py --seconds 3600 $(ARGS)
