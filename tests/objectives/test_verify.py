@@ -39,6 +39,7 @@ from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Recording
 from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.report.data import read_run
+from raydfl.runs.report.mistakes import show_mistakes
 from raydfl.testing import assert_same_bits, make_batch, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
@@ -330,6 +331,10 @@ def test_predictions_give_the_values_of_the_run(
         assert trial.label == ("same speaker" if speakers[left] == speakers[right] else "different speakers")
         assert trial.probability == pytest.approx(embeddings[left] @ embeddings[right], abs=1e-4)
     assert len(trials) == len(pairs)
+    section = show_mistakes(read_run(folder))
+    assert section.headings == ("listen", "spectrogram", "clips", "truth", "prediction", "cosine")
+    assert {len(row) for row in section.rows} == {len(section.headings)}
+    assert len(section.rows) == min(12, len(wrong))
     # The command line
     import soundfile
 

@@ -56,18 +56,14 @@ def show_mistakes(run: RunRecord) -> Section:
         hint = f"The worst of {len(clips):,} test clips (predictions.csv), by the fraction of wrong segments of 1 s."
     if trials:
         hint = (
-            "Trials with a wrong decision at the threshold of equal errors, the worst first. predictions.csv has 1,000."
+            "Trials with a wrong decision at the threshold of equal errors, the worst first (predictions.csv: 1,000)."
         )
     return Section(
         "Mistakes",
         headings=(
-            "listen",
-            "spectrogram",
-            "clip",
-            "speaker",
-            "truth",
-            "prediction",
-            "cosine" if trials else "probability",
+            *("listen", "spectrogram"),
+            *(("clips",) if trials else ("clip", "speaker")),
+            *("truth", "prediction", "cosine" if trials else "probability"),
         ),
         rows=rows,
         hint=hint,
