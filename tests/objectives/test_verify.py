@@ -332,7 +332,7 @@ def test_predictions_give_the_values_of_the_run(
         assert trial.probability == pytest.approx(embeddings[left] @ embeddings[right], abs=1e-4)
     assert len(trials) == len(pairs)
     section = show_mistakes(read_run(folder))
-    assert section.headings == ("listen", "spectrogram", "clips", "truth", "prediction", "cosine")
+    assert section.headings == ("listen", "spectrogram", "trial", "truth", "prediction", "cosine")
     assert {len(row) for row in section.rows} == {len(section.headings)}
     assert len(section.rows) == min(12, len(wrong))
     # The command line

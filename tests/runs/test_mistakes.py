@@ -5,17 +5,23 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import soundfile
 from commands import Raydfl
 from PIL import Image
 
+from raydfl.core.errors import RaydflError
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
+from raydfl.runs.inference import mistakes
 from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.mistakes import show_mistakes
 
@@ -93,3 +99,47 @@ def test_a_spectrogram_shows_a_tone_at_its_time_and_frequency(tmp_path: Path) ->
 def test_a_run_without_test_clips_is_reported(raydfl: Raydfl, tiny: Tiny) -> None:
     folder = run(tiny("train.rounds=1", "data.split.test=null", method="fedavg")).run_dir
     raydfl("predict", folder, "--test").refuses("has no test clips at the server")
+
+
+def decide_trials(monkeypatch: pytest.MonkeyPatch, cosines: list[float], same: str) -> tuple[Any, ...]:
+    """Decide trials of clip 0 with each other clip. ``same`` has a letter for each trial: s or d."""
+    unit = np.array([[1.0, 0.0], *([cosine, math.sqrt(1 - cosine**2)] for cosine in cosines)])
+    others = np.arange(1, len(unit))
+    truth = np.array([letter == "s" for letter in same])
+    monkeypatch.setattr(mistakes, "_answer_clips", lambda model, test: (np.arange(len(unit)), unit))
+    trials = SimpleNamespace(list_trials=lambda test, first: (np.zeros_like(others), others, truth))
+    model = SimpleNamespace(objective=trials, description="model of runs/a")
+    return mistakes._verify(model, SimpleNamespace(clips=np.arange(len(unit))))  # type: ignore[arg-type]
+
+
+def test_trials_are_decided_at_the_threshold_of_equal_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the threshold 0.5, one of five trials of each kind is wrong: that with 0.5, and that with 0.3."""
+    cosines = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    _, truth, predicted, probabilities, errors = decide_trials(monkeypatch, cosines, "ssssddsddd")
+    wrong = [index for index in range(10) if truth[index] != predicted[index]]
+    assert wrong == [4, 6]
+    np.testing.assert_allclose(probabilities, cosines)
+    np.testing.assert_allclose(errors, [0, 0, 0, 0, 0, 0, 0.2, 0, 0, 0], atol=1e-9)
+
+
+def test_a_diverged_verification_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RaydflError, match="^model of runs/a: .* not finite, because its training diverged. Lower"):
+        decide_trials(monkeypatch, [0.5, math.nan], "sd")
+
+
+def test_clips_of_a_trial_keep_their_duration_at_different_rates() -> None:
+    """A tone of 500 Hz for 1 s at 8 kHz, and again at 16 kHz, with 0.5 s between them."""
+    tones = [(np.sin(2 * np.pi * 500 * np.arange(rate) / rate)[:, None], rate) for rate in (8000, 16000)]
+    samples, rate = mistakes._join_sounds(tones)
+    assert (len(samples), rate) == (20000, 8000)
+    np.testing.assert_allclose(samples[12500:19500], tones[0][0][500:7500, 0], atol=0.01)
+
+
+def test_a_table_of_trials_has_a_heading_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunRecord, "headline", "eer")
+    trial = "a.wav and b.wav,,same speaker,different speakers,0.1234,"
+    (tmp_path / "predictions.csv").write_text(f"clip,group,label,predicted,probability,recording\n{trial}\n")
+    section = show_mistakes(RunRecord(tmp_path, {}, {}, {}, {}, {}))
+    assert section.headings == ("listen", "spectrogram", "trial", "truth", "prediction", "cosine")
+    assert section.rows == [("", "", "a.wav and b.wav", "same speaker", "different speakers", "0.123")]
+    assert section.hint.startswith("1 of the 1 trials in predictions.csv has a wrong decision")

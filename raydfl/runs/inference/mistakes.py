@@ -1,9 +1,8 @@
 """Predictions of a run's own test clips, and the recordings of the worst mistakes, to listen to in the report.
 
-``predictions.csv`` in the run's folder has a row for each test clip of the server, with the prediction of the shared model, or for
-the worst trials of a verification. The
-folder ``mistakes`` has the recordings with the worst predictions. Both need the list of recordings and the feature
-cache, so they are written on request on a machine with the data.
+``predictions.csv`` in the run's folder has a row for each test clip of the server, or for each of the worst trials of a
+verification, with the prediction of the shared model. The folder ``mistakes`` has the recordings with the worst predictions. Both
+need the list of recordings and the feature cache, so they are written on request on a machine with the data.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 import soundfile
 import torch
+from scipy.signal import resample_poly
 from sklearn.metrics import roc_curve
 
-from raydfl.core.errors import InputError
+from raydfl.core.errors import InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.core.metrics import count_edits
 from raydfl.data import DataSettings, Event, Examples, Population, join_units, list_clips, write_events
@@ -143,10 +143,12 @@ def _predict(
 
 
 def _join_sounds(sounds: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, int]:
-    """Join the beginnings of recordings with equal rates, with a pause between them: float [samples], and the rate in Hz."""
+    """Join the beginnings of recordings, with a pause between them: float [samples], and the rate of the first one in Hz."""
     rate = sounds[0][1]
     pause = np.zeros(round(_PAUSE * rate))
-    parts = [samples.reshape(len(samples), -1)[: _SECONDS * rate, 0] for samples, _ in sounds]
+    parts = [samples.reshape(len(samples), -1)[: _SECONDS * own, 0] for samples, own in sounds]
+    rates = [own for _, own in sounds]
+    parts = [part if own == rate else resample_poly(part, rate, own) for part, own in zip(parts, rates, strict=True)]
     return np.concatenate([part for sound in parts for part in (pause, sound)][1:]), rate
 
 
@@ -201,12 +203,21 @@ def _detect(model: RunModel, test: Examples) -> _Answers:
 
 
 def _verify(model: RunModel, test: Examples) -> _Answers:
-    """Decide the trials at the threshold of equal errors. Errors are distances of cosines to the threshold."""
+    """Decide the trials at the threshold of equal errors. Errors are distances of cosines to the threshold.
+
+    Raises:
+        RaydflError: A cosine is not finite.
+    """
     objective = cast(Verify, model.objective)
     numbers, unit = _answer_clips(model, test)
     left, right, same = objective.list_trials(test, np.unique(test.clips, return_index=True)[1])
     cosines = (unit[left] * unit[right]).sum(axis=1)
-    false_positives, true_positives, thresholds = roc_curve(same, cosines)
+    if not np.isfinite(cosines).all():
+        raise RaydflError(
+            f"{model.description}: the embedding of a test clip is not finite, because its training diverged. Lower "
+            f"train.optimiser.lr and train again."
+        )
+    false_positives, true_positives, thresholds = roc_curve(same, cosines, drop_intermediate=False)
     threshold = thresholds[np.abs(1 - true_positives - false_positives).argmin()]
     accepted = cosines >= threshold
     names = [["same speaker" if value else "different speakers" for value in values] for values in (same, accepted)]

@@ -29,7 +29,7 @@ _WORST = 5
 
 
 def show_mistakes(run: RunRecord) -> Section:
-    """List the test clips with the most confident wrong predictions, with players, and the worst speakers and classes."""
+    """List the test clips or trials with the worst predictions, with players, and the worst speakers and classes."""
     clips = read_predictions(run.folder)
     wrong = [clip for clip in clips if clip.label != clip.predicted]
     left, events, trials = _EMBEDDED, run.headline == "psds1", run.headline == "eer"
@@ -55,15 +55,20 @@ def show_mistakes(run: RunRecord) -> Section:
     if events:  # times are hardly ever exact
         hint = f"The worst of {len(clips):,} test clips (predictions.csv), by the fraction of wrong segments of 1 s."
     if trials:
+        verb = "has" if len(wrong) == 1 else "have"
         hint = (
-            "Trials with a wrong decision at the threshold of equal errors, the worst first (predictions.csv: 1,000)."
+            f"{len(wrong):,} of the {len(clips):,} trials in predictions.csv {verb} a wrong decision at the threshold of equal "
+            f"errors, the worst first."
         )
     return Section(
         "Mistakes",
         headings=(
-            *("listen", "spectrogram"),
-            *(("clips",) if trials else ("clip", "speaker")),
-            *("truth", "prediction", "cosine" if trials else "probability"),
+            "listen",
+            "spectrogram",
+            *(["trial"] if trials else ["clip", "speaker"]),
+            "truth",
+            "prediction",
+            "cosine" if trials else "probability",
         ),
         rows=rows,
         hint=hint,
