@@ -55,17 +55,17 @@ def _count_edits(transcripts: Sequence[str], answer: str) -> np.ndarray:
     Returns:
         int64 [transcripts].
     """
-    lengths = np.array([len(text) for text in transcripts])
-    codes = np.full((len(transcripts), int(lengths.max(initial=0))), -1)
-    for row, text in zip(codes, transcripts, strict=True):
-        row[: len(text)] = [*map(ord, text)]
-    row = np.tile(np.arange(len(answer) + 1), (len(transcripts), 1))
+    lengths = np.array([len(text) for text in transcripts], int)
+    codes = np.full((int(lengths.max(initial=0)), len(transcripts)), -1, np.int32)  # [units, transcripts], for contiguous rows
+    for column, text in zip(codes.T, transcripts, strict=True):
+        column[: len(text)] = [*map(ord, text)]
+    row = np.repeat(np.arange(len(answer) + 1, dtype=np.int32)[:, None], len(transcripts), axis=1)
     edits = np.where(lengths == 0, len(answer), 0)
-    for number in range(codes.shape[1]):
+    for number, units in enumerate(codes, 1):
         before, row = row, np.empty_like(row)
-        row[:, 0] = number + 1
+        row[0] = number
         for place, unit in enumerate(map(ord, answer), 1):
-            changed = before[:, place - 1] + (codes[:, number] != unit)
-            row[:, place] = np.minimum(np.minimum(before[:, place], row[:, place - 1]) + 1, changed)
-        edits[lengths == number + 1] = row[lengths == number + 1, -1]
+            changed = before[place - 1] + (units != unit)
+            row[place] = np.minimum(np.minimum(before[place], row[place - 1]) + 1, changed)
+        edits[lengths == number] = row[-1, lengths == number]
     return edits
