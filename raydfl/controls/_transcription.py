@@ -56,7 +56,9 @@ def _count_edits(transcripts: Sequence[str], answer: str) -> np.ndarray:
         int64 [transcripts].
     """
     lengths = np.array([len(text) for text in transcripts], int)
-    codes = np.full((int(lengths.max(initial=0)), len(transcripts)), -1, np.int32)  # [units, transcripts], for contiguous rows
+    codes = np.full(
+        (int(lengths.max(initial=0)), len(transcripts)), -1, np.int32
+    )  # [units, transcripts], for contiguous rows
     for column, text in zip(codes.T, transcripts, strict=True):
         column[: len(text)] = [*map(ord, text)]
     row = np.repeat(np.arange(len(answer) + 1, dtype=np.int32)[:, None], len(transcripts), axis=1)

@@ -42,8 +42,11 @@ class ClipError(DataError):
     """
 
     def __init__(self, clip: int, message: str) -> None:
-        super().__init__(message.replace("{clip}", f"number {clip}"))
+        super().__init__(clip, message)  # all arguments, so that pickle restores the error
         self.clip, self._message = clip, message
+
+    def __str__(self) -> str:
+        return self.describe(f"number {self.clip}")
 
     def describe(self, name: str) -> str:
         """Return the message with the name of the clip."""

@@ -6,6 +6,7 @@ import csv
 import functools
 import io
 import itertools
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from raydfl import load_model, run
 from raydfl.cli.predictions import show
-from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.errors import ClipError, ConfigError, DataError
 from raydfl.core.metrics import count_edits, pool, summarise
 from raydfl.core.types import Batch
 from raydfl.data.build import build_population
@@ -285,3 +286,9 @@ def test_units_without_training_clips_are_rejected_or_kept_for_tests(tiny: Tiny,
     with pytest.raises(DataError, match=r"no client has a clip of class 'c'.*\(data.unseen=keep\)"):
         start_server(tiny(*settings))
     start_server(tiny(*settings, "data.unseen=keep", "run.name=kept")).close()
+
+
+def test_an_error_of_a_clip_survives_pickle() -> None:
+    error = pickle.loads(pickle.dumps(ClipError(7, "the transcript of clip {clip} is long")))
+    assert (error.clip, str(error)) == (7, "the transcript of clip number 7 is long")
+    assert error.describe("a.wav") == "the transcript of clip a.wav is long"

@@ -2,7 +2,7 @@
 
 **Score.** For each part of the data, the headline score of the first model in the order of the report, on the first test set of
 :data:`CLIPS`. Its 95 % interval is Wilson's for an accuracy, and inverts the standard error of Hanley and McNeil for an AUC
-(:mod:`raydfl.controls`). Both treat clips as independent. A character error rate has Wilson's interval, too, which is too wide, as
+(:mod:`raydfl.controls`). Both treat clips as independent. A character error rate has Wilson's interval, too, usually too wide, as
 if each clip were right or wrong. Other scores have no interval. The run **learnt** if the interval is better than chance and than
 the same answer to each clip, and the training did not diverge (diagnosis.py). It did not learn if the score itself is not better.
 
@@ -10,7 +10,7 @@ the same answer to each clip, and the training did not diverge (diagnosis.py). I
 
 - ``rising``: the best value rose in the last :data:`EVALUATIONS` evaluations by :data:`RISE` points and by a standard error
   (:func:`find_plateau`, the rule of studies). The curve is that of at least :data:`HELD_OUT` held-out clips, or of the test clips.
-- ``blanks``: not learnt, and the character error rate is above :data:`EMPTY`: nearly all answers are empty.
+- ``blanks``: not learnt, and the character error rate is at least :data:`EMPTY`: nearly all answers are empty.
 - ``plateau``: it did not rise, or the run did not learn and its last value is not above guessing by that rise. ``loss falls``: a
   plateau, but the loss fell by :data:`LOSS_PROGRESS`.
 - ``falling``: learnt, it did not rise, and the last three values are below the best by twice that rise.

@@ -1,8 +1,8 @@
 // Kernels: the forward or backward pass of one client in float32, for each instruction set.
 //
-// The table of functions is compiled for any CPU, for CPUs with AVX2 and FMA, and for CPUs with AVX-512. kernels() selects a table at
-// run time, at most the one that RAYDFL_KERNELS names in the environment ("portable", "avx2"). All pointers are to contiguous memory. If "lengths" is null, all frames are
-// valid. A pass writes every element of its results.
+// The table of functions is compiled for any CPU, for CPUs with AVX2 and FMA, and for CPUs with AVX-512. kernels() selects a table
+// at run time, at most the one that RAYDFL_KERNELS names in the environment ("portable", "avx2"). All pointers are to contiguous
+// memory. If "lengths" is null, all frames are valid. A pass writes every element of its results.
 
 #pragma once
 
