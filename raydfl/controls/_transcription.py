@@ -1,7 +1,7 @@
 """Control of speech recognition: the same answer to each clip.
 
-The answer is the training transcript with the lowest character error rate on the other training transcripts, or no answer. It
-needs no recording, so a model with this error rate or a higher one has learnt nothing from sound.
+The answer is the training transcript with the lowest character error rate on all training transcripts, or no answer. It needs no
+recording, so a model with an equal or a higher error rate has learnt nothing from sound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure_same_answer(data: Population, rng: np.random.Generator) -> tuple[lis
     if tests["test"] or tests["client_test"]:
         del tests["validation"]
     if not train or not any(tests.values()):
-        return [], "The same answer to each clip has no score, because there are no training or no test clips."
+        return [], "The same answer to each clip has no score, because training or test clips are missing."
     candidates = sorted({train[index] for index in rng.permutation(len(train))[:_CANDIDATES].tolist()} | {""})
     compared = [train[index] for index in rng.permutation(len(train))[:_COMPARED].tolist()]
     answer = min(candidates, key=lambda candidate: int(_count_edits(compared, candidate).sum()))

@@ -93,7 +93,7 @@ def randomise_adapters(network: torch.nn.Module) -> None:
 def test_the_job_for_librispeech_runs_on_tiny_files_in_its_layouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two speakers train and a third one is the test. The sentences have seven characters."""
+    """Two speakers train, and the third is the test. The sentences have eight units."""
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     write_encoder(tmp_path / "wav2vec2-base", "wav2vec2")
     for subset, speaker in (("train-clean-100", 19), ("train-clean-100", 26), ("test-clean", 61)):
