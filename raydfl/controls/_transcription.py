@@ -50,15 +50,16 @@ def _read_transcripts(parts: Sequence[Examples]) -> list[str]:
 
 
 def _count_edits(transcripts: Sequence[str], answer: str) -> np.ndarray:
-    """Count the edits from each transcript to the same answer (:func:`raydfl.core.metrics.count_edits`), all clips at once.
+    """Count the edits from each transcript to the same answer (:func:`raydfl.core.metrics.count_edits`).
+
+    All clips are compared at once, because thousands of pairs of sentences would take minutes.
 
     Returns:
         int64 [transcripts].
     """
     lengths = np.array([len(text) for text in transcripts], int)
-    codes = np.full(
-        (int(lengths.max(initial=0)), len(transcripts)), -1, np.int32
-    )  # [units, transcripts], for contiguous rows
+    # [units, transcripts], so that a unit of all transcripts is contiguous
+    codes = np.full((int(lengths.max(initial=0)), len(transcripts)), -1, np.int32)
     for column, text in zip(codes.T, transcripts, strict=True):
         column[: len(text)] = [*map(ord, text)]
     row = np.repeat(np.arange(len(answer) + 1, dtype=np.int32)[:, None], len(transcripts), axis=1)

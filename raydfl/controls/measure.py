@@ -53,6 +53,6 @@ def _measure_part(data: Population, objective: Objective, rng: np.random.Generat
         return measure_classifiers(data, rng)
     if objective.answers == "embedding":
         return measure_verifiers(data, objective, rng)
-    if objective.answers == "text":
+    if objective.answers == "text" and data.sequences is not None:
         return measure_same_answer(data, rng)
     return [], f"No raw-feature control for the objective {type(objective).__name__.lower()}."

@@ -104,7 +104,8 @@ class Config(Settings):
             and not type(self.components.method).phases
         ):
             raise ConfigError(
-                "train.phases: with train.groups a run has the phases of its method only. Remove one of both"
+                "train.phases: with train.groups a run has the phases of its method only. Remove train.phases, or set "
+                "train.groups to none"
             )
         check_begins(self.phases, self.train, self.run.best, self.evaluate.interval)
         check_block(self.train, self.components)

@@ -61,7 +61,7 @@ class Phases:
         return Phases(self.names, tuple(first)) if first else self
 
     def end(self, name: str, round_index: int) -> Phases:
-        """Return the phases after an early end of one phase: the next phase begins after ``round_index`` rounds.
+        """Return the phases after an early end of a phase. The next phase begins after ``round_index`` rounds.
 
         Later phases keep their numbers of rounds. The last phase has the rest.
         """

@@ -277,7 +277,7 @@ class MetricChoice(Settings):
     metric: str | dict[str, str] | None = Field(
         None,
         description="Metric with its split, such as 'validation model/accuracy'. Default split: server_validation if it exists, "
-        "otherwise validation. For a method with phases: a mapping from phase to metric. null: the objective's headline metric "
+        "otherwise validation. With phases: a mapping from phase to metric. null: the objective's headline metric "
         "of the first model.",
     )
     mode: Literal["max", "min"] | None = Field(

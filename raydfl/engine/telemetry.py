@@ -24,7 +24,7 @@ class RoundReport:
     round: int
     """Completed rounds."""
     phase: str = ""
-    """Phase of the round; empty for methods without phases."""
+    """Phase of the round; empty without phases."""
     clients: int = 0
     loss: float = float("nan")
     """Mean training loss per example, before aggregation."""

@@ -199,8 +199,8 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
             text = join_units(examples.classes, y[index], examples.joint)
             raise ClipError(
                 int(examples.clips[index]),
-                f"{where}: the transcript {text!r} of clip {{clip}} needs {needed[index]} tokens: one for each unit, and one "
-                f"between equal neighbours. The network has {tokens} for its {shortest} frames. Lower "
+                f"{where}: the transcript {text!r} of clip {{clip}} needs {needed[index]} tokens: its units, and a blank "
+                f"between equal units. The network has {tokens} for its {shortest} frames. Lower "
                 f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
                 f"may need more tokens than yours.",
             )

@@ -69,17 +69,17 @@ class Verify(Objective):
         Field(
             ge=0,
             lt=math.pi / 2,
-            description="Angle in radians by which speakers must differ. 0: softmax of the cosines.",
+            description="Margin between speakers, an angle in radians. 0: no margin.",
         ),
     ] = 0.2
     ramp: Annotated[
-        int, Field(ge=0, description="Rounds in which the margin grows from 0. 0: full margin in the first round.")
+        int, Field(ge=0, description="Number of rounds until the margin is full. 0: full from the start.")
     ] = 10
     spread: Annotated[
         float,
         Field(
             ge=0,
-            description="Weight of the term that keeps speakers' rows apart, for clients with one speaker. 0: off.",
+            description="Weight of the term against similar rows of the matrix, for clients with a single speaker. 0: off.",
         ),
     ] = 0.0
     distance: Annotated[

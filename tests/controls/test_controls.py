@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -115,6 +116,14 @@ def test_transcription_agrees_with_jiwer(tmp_path: Path, seed: int) -> None:
     ]
     [control], _ = measure(configure(tmp_path, rows, **TRANSCRIBE))
     assert control.value == pytest.approx(jiwer.cer(texts, [answer] * len(texts)))
+
+
+def test_texts_that_are_no_transcripts_have_no_control(tmp_path: Path) -> None:
+    config = configure(tmp_path, WORDS)
+    population = build_population(config.data, 1).use(config.data)
+    controls, note = measure_controls(population, cast(Any, SimpleNamespace(answers="text")), 1)
+    assert controls == []
+    assert note.startswith("No raw-feature control for the objective")
 
 
 def draw_rows(

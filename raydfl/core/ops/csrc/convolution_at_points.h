@@ -60,50 +60,36 @@ INLINE void from_points(Floats* coefficients, const Floats values[POINTS]) {
 
 constexpr float FACTORS[POINTS] = {1, -2.0f / 9, -2.0f / 9, 1.0f / 360, 1.0f / 360, 1.0f / 180, 1.0f / 180, 1};  // of G
 
-// Loads or stores the first COUNT floats of a vector.
-template <int COUNT>
-INLINE Floats load_first(const float* from) {
-  Floats values{};
-  __builtin_memcpy(&values, from, sizeof(float) * COUNT);
-  return values;
-}
-template <int COUNT>
-INLINE void store_first(float* to, Floats values) {
-  __builtin_memcpy(to, &values, sizeof(float) * COUNT);
-}
-
-// Computes B' d of a window for COUNT channels, with point i at to + i * apart.
-template <int COUNT>
-INLINE void window_at_points(float* to, long apart, const float* frames, long channels) {
+// Computes B' d of a window for a vector of channels, with point i at to + i * apart.
+template <typename Elements>
+INLINE void window_at_points(Elements part, float* to, long apart, const float* frames, long channels) {
   Floats d[POINTS];
 #pragma GCC unroll 8
-  for (int t = 0; t < POINTS; ++t) d[t] = load_first<COUNT>(frames + t * channels);
+  for (int t = 0; t < POINTS; ++t) d[t] = part.load(frames + t * channels);
   const Floats even = d[2] - 4.25f * d[4] + d[6], odd = d[1] - 4.25f * d[3] + d[5];
   const Floats two_even = d[2] - 5.0f * d[4] + 4.0f * d[6], two_odd = d[1] - 5.0f * d[3] + 4.0f * d[5];
   const Floats half_even = 4.0f * d[2] - 5.0f * d[4] + d[6], half_odd = 4.0f * d[1] - 5.0f * d[3] + d[5];
-  store_first<COUNT>(to, d[0] - d[6] + 5.25f * (d[4] - d[2]));
-  store_first<COUNT>(to + apart, even + odd);
-  store_first<COUNT>(to + 2 * apart, even - odd);
-  store_first<COUNT>(to + 3 * apart, two_even + 2.0f * two_odd);
-  store_first<COUNT>(to + 4 * apart, two_even - 2.0f * two_odd);
-  store_first<COUNT>(to + 5 * apart, half_even + 0.5f * half_odd);
-  store_first<COUNT>(to + 6 * apart, half_even - 0.5f * half_odd);
-  store_first<COUNT>(to + 7 * apart, d[7] - d[1] + 5.25f * (d[3] - d[5]));
+  part.store(to, d[0] - d[6] + 5.25f * (d[4] - d[2]));
+  part.store(to + apart, even + odd);
+  part.store(to + 2 * apart, even - odd);
+  part.store(to + 3 * apart, two_even + 2.0f * two_odd);
+  part.store(to + 4 * apart, two_even - 2.0f * two_odd);
+  part.store(to + 5 * apart, half_even + 0.5f * half_odd);
+  part.store(to + 6 * apart, half_even - 0.5f * half_odd);
+  part.store(to + 7 * apart, d[7] - d[1] + 5.25f * (d[3] - d[5]));
 }
 
 INLINE void frames_at_points(float* to, long apart, const float* frames, long channels) {
-  long c = 0;
-  for (; c + LANES <= channels; c += LANES) window_at_points<LANES>(to + c, apart, frames + c, channels);
-  if (c < channels) window_at_points<NARROW>(to + c, apart, frames + c, channels);
+  for_vectors(channels, [&](long c, auto part) ALWAYS { window_at_points(part, to + c, apart, frames + c, channels); });
 }
 
-// Computes B z, the frames of a window, for COUNT channels. It adds to the first SHARED frames, because the previous window
+// Computes B z, the frames of a window, for a vector of channels. It adds to the first SHARED frames, because the previous window
 // contributes to them, too.
-template <int SHARED, int COUNT>
-INLINE void add_window(float* dx, const float* values, long apart, long channels) {
+template <int SHARED, typename Elements>
+INLINE void add_window(Elements part, float* dx, const float* values, long apart, long channels) {
   Floats z[POINTS];
 #pragma GCC unroll 8
-  for (int i = 0; i < POINTS; ++i) z[i] = load_first<COUNT>(values + i * apart);
+  for (int i = 0; i < POINTS; ++i) z[i] = part.load(values + i * apart);
   const Floats even = z[1] + z[2], odd = z[1] - z[2], two_even = z[3] + z[4], two_odd = 2.0f * (z[3] - z[4]);
   const Floats half_even = z[5] + z[6], half_odd = 0.5f * (z[5] - z[6]);
   const Floats d[POINTS] = {z[0],
@@ -115,14 +101,12 @@ INLINE void add_window(float* dx, const float* values, long apart, long channels
                             even + 4.0f * two_even + half_even - z[0],
                             z[7]};
 #pragma GCC unroll 8
-  for (int t = 0; t < POINTS; ++t, dx += channels) store_first<COUNT>(dx, t < SHARED ? load_first<COUNT>(dx) + d[t] : d[t]);
+  for (int t = 0; t < POINTS; ++t, dx += channels) part.store(dx, t < SHARED ? part.load(dx) + d[t] : d[t]);
 }
 
 template <int SHARED>
 INLINE void add_frames(float* dx, const float* values, long apart, long channels) {
-  long c = 0;
-  for (; c + LANES <= channels; c += LANES) add_window<SHARED, LANES>(dx + c, values + c, apart, channels);
-  if (c < channels) add_window<SHARED, NARROW>(dx + c, values + c, apart, channels);
+  for_vectors(channels, [&](long c, auto part) ALWAYS { add_window<SHARED>(part, dx + c, values + c, apart, channels); });
 }
 
 // Computes A' m + bias, the outputs of windows.
