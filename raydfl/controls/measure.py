@@ -9,12 +9,13 @@ import numpy as np
 from raydfl.controls._classification import measure_classifiers
 from raydfl.controls._control import Control
 from raydfl.controls._detection import measure_detectors
+from raydfl.controls._events import measure_frame_model
 from raydfl.controls._transcription import measure_same_answer
 from raydfl.controls._verification import measure_verifiers
 from raydfl.core.part_names import qualify
 from raydfl.core.seeds import generator
 from raydfl.data import Population
-from raydfl.objectives import AnomalyObjective, Objective
+from raydfl.objectives import AnomalyObjective, Events, Objective
 
 
 def measure_controls(population: Population, objective: Objective, seed: int) -> tuple[list[Control], str]:
@@ -49,6 +50,8 @@ def _measure_part(data: Population, objective: Objective, rng: np.random.Generat
         return [], "Raw features have no score, because the server does not read clips at sites."
     if isinstance(objective, AnomalyObjective):
         return measure_detectors(data, objective, rng)
+    if isinstance(objective, Events):
+        return measure_frame_model(data, objective, rng)
     if objective.answers in ("class", "set"):
         return measure_classifiers(data, rng)
     if objective.answers == "embedding":

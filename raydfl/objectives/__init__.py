@@ -14,7 +14,7 @@ from raydfl.objectives._reference import distances
 from raydfl.objectives._tokens import TokenObjective, count_frames_per_token
 from raydfl.objectives.classify import Classify
 from raydfl.objectives.contrast import Contrast
-from raydfl.objectives.events import Events
+from raydfl.objectives.events import Events, mark_active_frames
 from raydfl.objectives.reconstruct import average_bins
 from raydfl.objectives.verify import Verify
 
@@ -30,4 +30,5 @@ __all__ = [
     "count_frames_per_token",
     "distances",
     "find_objective",
+    "mark_active_frames",
 ]

@@ -165,8 +165,18 @@ class Events(TokenObjective):
         return np.stack([first * token_seconds, end * token_seconds, label], axis=1)
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
-        """Compute ``loss``, ``segment_f1`` and the counts for ``psds1`` and ``psds2``."""
-        outputs, network = self.answers_to(step, name, examples, batch_size).double(), step.models[name]
+        """Compute the metrics of a model."""
+        return self.compare(self.answers_to(step, name, examples, batch_size), examples, step.models[name])
+
+    def compare(self, outputs: Tensor, examples: Examples, network: nn.Module) -> Metrics:
+        """Compute ``loss``, ``segment_f1`` and the counts for ``psds1`` and ``psds2``.
+
+        Args:
+            outputs: float [examples, tokens, classes], probabilities at each token, -1 after the end of an example.
+            examples: the examples, with all segments of a clip.
+            network: the network whose tokens these are, for its frames per token.
+        """
+        outputs = outputs.double()
         valid, y = outputs[:, :, 0] != _NO_TOKEN, torch.from_numpy(_list_events(examples))
         losses = _compute_losses(outputs.logit(_SMALLEST), valid, y, count_frames_per_token(network), True)
         seconds = examples.frame_seconds * count_frames_per_token(network)
@@ -207,6 +217,20 @@ def count_segments(truth: np.ndarray, answer: np.ndarray, classes: int) -> tuple
     return int(active.all(axis=0).sum()), int(active.any(axis=0).sum())
 
 
+def mark_active_frames(examples: Examples) -> list[np.ndarray]:
+    """Mark the events at each frame of each example: float32 [frames, classes], 0 or 1.
+
+    An example of a clip without times has no rows.
+    """
+    events = torch.from_numpy(_list_events(examples))
+    _, counts = examples.first_view.window(np.arange(len(examples)))
+    marked = []
+    for y, count in zip(events, counts.tolist(), strict=True):
+        frames = 0 if y[:1, 0].isinf().any() else count
+        marked.append(_mark_active(y[None], torch.zeros(1, frames, len(examples.classes)), 1)[0][0].numpy())
+    return marked
+
+
 def _list_events(examples: Examples) -> np.ndarray:
     """Return the events of each example, float32 [examples, most events, 3], with times in frames."""
     view = examples.first_view
@@ -236,22 +260,30 @@ def _compute_losses(logits: Tensor, valid: Tensor, y: Tensor, frames_per_token: 
         frames_per_token: frames from a token to the next.
         times: whether to use the times of events.
     """
-    centre = (torch.arange(logits.shape[1], device=y.device) + 0.5) * frames_per_token
-    onset, offset, label = (y[:, :, column].unsqueeze(2) for column in range(3))
-    classes = (label == torch.arange(logits.shape[2], device=y.device)).to(logits.dtype)
-    inside = ((onset <= centre) & (centre < offset)).to(logits.dtype)
-    active = (inside.transpose(1, 2) @ classes).clamp_max(1.0)
+    active, present = _mark_active(y, logits, frames_per_token)
     valid = valid.unsqueeze(2)
     tokens = valid.sum(dim=1)
     timed = torch.where(valid, F.softplus(logits) - logits * active, 0.0).sum(dim=1) / tokens
     p = torch.where(valid, logits.sigmoid(), 0.0)
     pooled = p.square().sum(dim=1) / p.sum(dim=1).clamp_min(_SMALLEST)
-    present = classes.amax(dim=1)
     likelihood = torch.where(present > 0, pooled, 1 - pooled)
     untimed = -likelihood.clamp_min(_SMALLEST).log()
     if not times:
         return untimed.mean(dim=1)
-    return torch.where(torch.isinf(onset[:, 0]), untimed, timed).mean(dim=1)
+    return torch.where(torch.isinf(y[:, :1, 0]), untimed, timed).mean(dim=1)
+
+
+def _mark_active(y: Tensor, logits: Tensor, frames_per_token: int) -> tuple[Tensor, Tensor]:
+    """Mark the events at each token, as 0 or 1 in the dtype of the logits.
+
+    Returns:
+        The active classes [batch, tokens, classes], and the classes of each clip [batch, classes].
+    """
+    centre = (torch.arange(logits.shape[1], device=y.device) + 0.5) * frames_per_token
+    onset, offset, label = (y[:, :, column].unsqueeze(2) for column in range(3))
+    classes = (label == torch.arange(logits.shape[2], device=y.device)).to(logits.dtype)
+    inside = ((onset <= centre) & (centre < offset)).to(logits.dtype)
+    return (inside.transpose(1, 2) @ classes).clamp_max(1.0), classes.amax(dim=1)
 
 
 class _Detector(nn.Module):

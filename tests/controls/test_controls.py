@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import beeps
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -20,7 +21,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from raydfl.controls import Control, from_json, measure_controls, to_json
-from raydfl.data import Part, Population, StoredView, Tables, build_population, make_empty_clips
+from raydfl.core.psds import compute_psds, count_detections
+from raydfl.data import Examples, Part, Population, StoredView, Tables, build_population, make_empty_clips
 from raydfl.engine.config import Config
 
 OWN_TEST = {"test": None, "client_test": {"by": "split", "values": ["test"]}}
@@ -124,6 +126,52 @@ def test_texts_that_are_no_transcripts_have_no_control(tmp_path: Path) -> None:
     controls, note = measure_controls(population, cast(Any, SimpleNamespace(answers="text")), 1)
     assert controls == []
     assert note.startswith("No raw-feature control for the objective")
+
+
+def test_the_frame_model_of_events_agrees_with_scikit_learn(tmp_path: Path) -> None:
+    data = {"name": f"{beeps.__file__}:Beeps", "takes": 150, "weak": 1, "events": {}, "split": {}}
+    features = {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10}
+    config = configure_data(tmp_path, {**data, "features": features}, objective="events")
+    population = build_population(config.data, 1).use(config.data)
+    controls, note = measure_controls(population, config.components.method.objective, 1)
+
+    def describe_frames(clip: Examples) -> np.ndarray:
+        frames = clip.first_view.batch(np.zeros(1, int))[0][0].numpy().astype(float)
+        padded = np.pad(frames, ((25, 25), (0, 0)), mode="edge")  # a quarter of a second before and after the frame
+        around = [padded[start : start + 51] for start in range(len(frames))]
+        return np.hstack([frames, np.mean(around, axis=1), np.std(around, axis=1)])
+
+    def list_clips(split: Literal["train", "test"]) -> Iterator[tuple[Examples, np.ndarray]]:
+        for part in population.parts[""].read_role(split):
+            for row in range(len(part)):
+                events = part.events[part.labels[row]]  # type: ignore[index]
+                if not np.isinf(events).any():
+                    yield part.take(np.array([row])), events[events[:, 2] >= 0]
+
+    values, active = [], []
+    for clip, events in list_clips("train"):
+        values.append(describe_frames(clip))
+        centres = (np.arange(len(values[-1])) + 0.5) * 0.01
+        active.append(np.zeros((len(centres), 3)))
+        for onset, offset, label in events:
+            active[-1][(onset <= centres) & (centres < offset), int(label)] = 1
+    scaler = StandardScaler().fit(np.concatenate(values))
+    model = Ridge(alpha=1).fit(scaler.transform(np.concatenate(values)), np.concatenate(active))
+    counts = sum(
+        count_detections(np.clip(model.predict(scaler.transform(describe_frames(clip))), 0, 1), 0.01, events)
+        for clip, events in list_clips("test")
+    )
+    assert (note, [control.name for control in controls]) == ("", [LINEAR])
+    assert controls[0].value == pytest.approx(compute_psds(counts, "psds1"))  # type: ignore[arg-type]
+    assert 0 < controls[0].value < 1
+
+
+def test_events_without_times_have_no_control(tmp_path: Path) -> None:
+    data = {"name": f"{beeps.__file__}:Beeps", "weak": 6, "events": {}, "split": {}}
+    features = {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10}
+    controls, note = measure(configure_data(tmp_path, {**data, "features": features}, objective="events"))
+    assert controls == []
+    assert note == "Raw features have no score, because no training clip has the times of its events."
 
 
 def draw_rows(
