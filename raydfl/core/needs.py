@@ -40,3 +40,6 @@ class Needs:
     """Whether each clip must belong to a single client. Excludes ``data.partition.by=table``."""
     new_values: bool = False
     """Whether clients must send new values of the server's tensors. Excludes methods that send changes."""
+    one_round: bool = False
+    """Whether tensors of different rounds must not be combined. Excludes methods with an ``aggregate`` of their own, and
+    ``train.fleet``."""

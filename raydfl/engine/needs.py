@@ -61,7 +61,7 @@ def check_needs(
     if attack is not None:
         declaring[f"attack {names[2]!r}"] = attack
     needs = {owner: _read_needs(owner, declarer) for owner, declarer in declaring.items()}
-    needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
+    needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative, one_round=rule.changes_basis)
     if clients is not None:
         needs |= {f"train.clients.{key}": Needs(columns=(name,)) for key, name in clients.columns.items()}
     fleet = phases[0].fleet
@@ -128,9 +128,15 @@ def _find_method_conflicts(needs: Needs, method: Method, names: tuple[str, str, 
     if needs.new_values and method.changes:
         remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"
         yield "method.rule", "updates near the server's tensors", f"method {name!r} also sends changes", remedy
+    if needs.one_round and type(method).aggregate is not Method.aggregate:
+        remedy = "choose weighted_mean, or a method whose server takes over the aggregate (fedavg, fedprox, fedper ...)"
+        yield "method.rule", "tensors of one round", f"method {name!r} combines those of several rounds", remedy
 
 
 def _find_training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterator[Conflict]:
+    if needs.one_round and phases[0].fleet is not None:
+        remedy = "remove it, or choose another rule"
+        yield "train.fleet", "tensors of one round", "a fleet combines updates of several rounds", remedy
     for train in phases:
         name, size = train.optimiser.name, train.batch_size
         if needs.optimiser not in ("", name):

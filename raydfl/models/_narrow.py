@@ -41,14 +41,14 @@ def narrow(spec: ModelSpec, width: float, **options: object) -> ModelSpec:
 
 @functools.lru_cache(256)
 def fit_width(spec: ModelSpec, share: float) -> float:
-    """Find the width of the narrower network with a fraction of the whole network's weights.
+    """Find the width of the narrower network with a fraction of the whole network's trainable weights.
 
     Args:
         spec: specification of the whole network.
         share: fraction of its weights, above 0. 1 returns 1 for any architecture.
 
     Returns:
-        The width, in (0, 1], with the nearest number of weights.
+        The width, in (0, 1], with the nearest number of trainable weights.
 
     Raises:
         ConfigError: the architecture does not support narrower networks.
@@ -90,7 +90,7 @@ class _NetworkTensors:
     sizes: Mapping[str, int]
     """Number of channels in each group."""
     weights: int
-    """Number of parameters."""
+    """Number of trainable parameters."""
 
 
 @functools.lru_cache(256)
@@ -123,7 +123,7 @@ def _inspect(spec: ModelSpec) -> _NetworkTensors:
                 raise ConfigError(
                     f"{where}: channels() returns {dimensions} for {name!r}, but the tensor is {shapes[name]}. Correct channels()."
                 )
-    return _NetworkTensors(groups, shapes, sizes, sum(value.numel() for value in network.parameters()))
+    return _NetworkTensors(groups, shapes, sizes, sum(value.numel() for value in network.parameters() if value.requires_grad))
 
 
 def _find_groups(network: nn.Module, where: str) -> Channels:

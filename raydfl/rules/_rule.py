@@ -55,6 +55,10 @@ class Rule(StrictTypes, ABC):
     """True if the rule measures updates from the server's tensors. Such a rule is rejected for methods whose clients send
     differences (:attr:`raydfl.Method.changes`), because differences are not close to the server's tensors."""
 
+    changes_basis: ClassVar[bool] = False
+    """True if an aggregate is in another basis than the tensors of earlier rounds. Such a rule is rejected for methods with an
+    ``aggregate`` of their own and for ``train.fleet``, because these combine tensors of several rounds."""
+
     associative: ClassVar[bool] = False
     """True if :meth:`sum_updates` may add the updates of several clients before they reach the server (``train.block``). A subclass
     with a :meth:`__call__` of its own declares it again."""

@@ -44,10 +44,11 @@ class ProductMean(WeightedMean):
     their values, and their columns of B are 0.
 
     The report has the fraction of the norm lost by the truncation (``product_mean/lost``), over all adapters. The rule changes the
-    basis of the factors in each round. Methods that compare the factors of different rounds (server momentum, control variates) do
-    not fit.
+    basis of the factors in each round, so methods with control variates or a server optimiser are rejected. Personal models that
+    stay near the server's (``ditto``, ``fedala``) do not fit either.
     """
 
+    changes_basis: ClassVar[bool] = True
     associative: ClassVar[bool] = False
 
     @property

@@ -1,19 +1,16 @@
-"""PSDS: perfect and simple systems by hand, an independent implementation by loops, and pooling."""
+"""PSDS: perfect and simple systems by hand, golden values of sed-scores-eval, and pooling."""
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from psds_values import FILE, TOKEN, Clip, draw_clips, round_clips
 
 from raydfl.core.metrics import pool, reduce_scores, summarise
-from raydfl.core.psds import SCENARIOS, THRESHOLDS, compute_psds, count_detections
-
-TOKEN = 0.1
-Clip = tuple[np.ndarray, np.ndarray]
-"""Probabilities float64 [tokens, classes], and events float64 [events, 3]."""
+from raydfl.core.psds import SCENARIOS, compute_psds, count_detections
 
 
 def count(clips: Sequence[Clip]) -> np.ndarray:
@@ -77,79 +74,11 @@ def test_confusions_count_for_psds2() -> None:
     assert compute_psds(counts, "psds1") == pytest.approx(0.9)
 
 
-def compute_by_loops(clips: Sequence[Clip], name: str) -> float:
-    """Compute PSDS by its definition, with loops over thresholds, detections and events."""
-    scenario = SCENARIOS[name]
-    classes = clips[0][0].shape[1]
-    every = [event for _, events in clips for event in events.tolist()]
-    present = [label for label in range(classes) if any(event[2] == label for event in every)]
-    hours = sum(len(p) for p, _ in clips) * TOKEN / 3600
-    points: dict[int, list[tuple[float, float]]] = {label: [] for label in present}
-    for threshold in THRESHOLDS:
-        for label in present:
-            found, false, cross = 0, 0, dict.fromkeys(present, 0)
-            for p, events in clips:
-                truth, relevant, place = events.tolist(), [], 0
-                for active, run in itertools.groupby(p[:, label] >= threshold):
-                    first, place = place, place + len([*run])
-                    if not active:
-                        continue
-                    start, end = first * TOKEN, place * TOKEN
-
-                    def share(
-                        other: int, start: float = start, end: float = end, truth: list[list[float]] = truth
-                    ) -> float:
-                        inside = [max(0.0, min(end, b) - max(start, a)) for a, b, kind in truth if kind == other]
-                        return sum(inside) / (end - start)
-
-                    if share(label) >= scenario.detection - 1e-9:
-                        relevant.append((start, end))
-                        continue
-                    false += 1
-                    for other in present:
-                        if other != label and scenario.confusion is not None:
-                            cross[other] += share(other) >= scenario.confusion - 1e-9
-                for a, b, kind in truth:
-                    covered = sum(max(0.0, min(end, b) - max(start, a)) for start, end in relevant)
-                    found += kind == label and covered > 0 and covered >= scenario.truth * (b - a) - 1e-9
-            confusions = 0.0
-            for other, number in cross.items():
-                confusions += number / (sum(b - a for a, b, kind in every if kind == other) / 3600)
-            rate = false / hours + scenario.alpha * confusions / max(1, len(present) - 1)
-            points[label].append((rate, found / sum(event[2] == label for event in every)))
-    edges = sorted({0.0, 100.0, *(rate for curve in points.values() for rate, _ in curve if rate < 100)})
-    area = 0.0
-    for left, right in itertools.pairwise(edges):
-        recalls = [max([recall for rate, recall in curve if rate <= left], default=0.0) for curve in points.values()]
-        area += max(0.0, float(np.mean(recalls) - scenario.spread * np.std(recalls))) * (right - left)
-    return area / 100
-
-
-def draw_clips(random: np.random.Generator, number: int) -> list[Clip]:
-    """Draw clips of 60 to 90 s with events, and probabilities that find most of them."""
-    clips = []
-    for _ in range(number):
-        tokens, events = int(random.integers(600, 900)), []
-        p = 0.2 * random.random((tokens, 3))
-        for label in range(3):
-            for slot in random.choice(5, random.integers(0, 4), replace=False).tolist():
-                onset = 10 * slot + 5 * random.random()
-                offset = onset + 0.5 + 4 * random.random()
-                events.append((onset, offset, label))
-                shift = int(random.integers(-3, 4))
-                kind = label if random.random() < 0.9 else (label + 1) % 3
-                p[max(0, int(onset / TOKEN) + shift) : int(offset / TOKEN) + shift, kind] += 0.8 * random.random()
-        clips.append((p, np.array(events).reshape(-1, 3)))
-    return clips
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_scores_equal_loops_over_detections(seed: int) -> None:
-    clips = draw_clips(np.random.default_rng(seed), 6)
-    counts = count(clips)
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_equal_sed_scores_eval(seed: int) -> None:
+    counts = count(round_clips(draw_clips(np.random.default_rng(seed), 6)))
     values = {name: compute_psds(counts, name) for name in SCENARIOS}
-    assert values == pytest.approx({name: compute_by_loops(clips, name) for name in SCENARIOS}, abs=1e-12)
-    assert 0 < values["psds1"] < 1
+    assert values == pytest.approx(json.loads(FILE.read_text())[str(seed)], abs=1e-12)
 
 
 def test_pooled_clients_equal_all_clips_together() -> None:

@@ -58,6 +58,11 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("data.sites={north: {folder: /x, partition: {by: table, file: /x.csv}}}", "data.split.validation=0"),
         "data.partition.by: {} needs clips with a single owner, but clients of a table may share clips. Choose",
     ),
+    "one_round": (
+        "True",
+        ("train.fleet={buffer: 2, seconds: {start: 1}}",),
+        "train.fleet: {} needs tensors of one round, but a fleet combines updates of several rounds. Remove it",
+    ),
     "new_values": ("True", (), "method.rule: {} needs updates near the server's tensors, but method '"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,18 @@ import raydfl
 from raydfl import load_model, read_rows
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.pretrained import Encoder, read_encoder_folder
-from raydfl.core.types import ModelSpec
+from raydfl.core.types import Batch, ModelSpec, Update
 from raydfl.engine.config import Config, load_config
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.worker import Worker
-from raydfl.models import build_model, make_cuts, narrow
+from raydfl.methods import Method
+from raydfl.models import build_model, fit_width, make_cuts, narrow
+from raydfl.rules import Aggregate, WeightedMean
 from raydfl.runs.folder import create
-from raydfl.runs.inference import export_encoder
+from raydfl.runs.inference import export_encoder, export_model
 from raydfl.runs.progress import Progress
 from raydfl.testing import start_server
+from raydfl.training import Step
 
 pytestmark = needs_transformers
 pytest.importorskip("peft")
@@ -116,6 +119,8 @@ def test_the_job_for_librispeech_runs_on_tiny_files_in_its_layouts(
     units, adapters = len("it's ace") + 1, LAYERS * 2 * 8 * 2 * WIDTH
     assert sum(tensor.numel() for tensor in state.values()) == adapters + (WIDTH + 1) * units
     assert len(read_values(folder, "model/cer")) == 1
+    pytest.importorskip("onnxruntime")
+    assert export_model(folder).difference < 1e-4  # of any length, because features.seconds is null
 
 
 SENT = {
@@ -155,7 +160,7 @@ def test_messages_and_records_hold_adapters_and_head_only(
 
     monkeypatch.setattr(Worker, "carry_out", watch)
     config = configure(tiny, folders(kind), method=method)
-    run, _ = train_run(config)
+    run, tensors = train_run(config)
     assert read_values(run, "bytes_up") == [CLIENTS * 4 * SENT[method]]
     network = build_model(make_spec(folders(kind)))
     frozen = [value for value in network.parameters() if not value.requires_grad and value.numel() > WIDTH]
@@ -164,6 +169,9 @@ def test_messages_and_records_hold_adapters_and_head_only(
     assert messages
     for content in (*messages, *files):
         assert not any(value.detach().numpy().tobytes()[:40] in content for value in frozen)
+    # The search would find them: the server's tensors are stored as they are.
+    trained = next(value for name, value in tensors.items() if "lora_B" in name).numpy().tobytes()[:40]
+    assert any(trained in content for content in files)
 
 
 def test_personal_adapters_stay_with_the_client(tiny: Tiny, folders: Any) -> None:
@@ -181,16 +189,47 @@ def test_fixed_a_sends_b_and_the_head(tiny: Tiny, folders: Any) -> None:
     assert all(value.abs().max() > 0 for name, value in tensors.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("kind", ["hubert", "ast"])
-def test_adapters_do_not_change_the_first_outputs(folders: Any, kind: str) -> None:
+def test_with_fixed_a_the_mean_of_products_is_the_product_of_means(
+    tiny: Tiny, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_a: dict[str, dict[str, Tensor]] = {}
+    sent: list[Update] = []
+    loss, aggregate = Method.loss, WeightedMean.__call__
+
+    def watch_loss(self: Method, step: Step, batch: Batch) -> Any:
+        layers = step.models["model"].named_parameters()
+        own_a[step.client.id] = {f"model/{name}": value.clone() for name, value in layers if "lora_A" in name}
+        return loss(self, step, batch)
+
+    def watch_updates(self: WeightedMean, updates: Iterable[Update], *arguments: Any) -> Aggregate:
+        sent.extend(updates)
+        return aggregate(self, sent, *arguments)
+
+    monkeypatch.setattr(Method, "loss", watch_loss)
+    monkeypatch.setattr(WeightedMean, "__call__", watch_updates)
+    run, mean_b = train_run(configure(tiny, folders("hubert"), "train.together=1", lora=f"rank: {RANK}, fixed_a: true"))
+    server_a = {f"model/{n}": value for n, value in load_model(run).network.named_parameters() if "lora_A" in n}
+    weights = torch.tensor([float(update.weight) for update in sent], dtype=torch.float64)
+    assert len(sent) == len(own_a) == CLIENTS
+    for name, a in server_a.items():
+        b = name.replace("lora_A", "lora_B")
+        products = [update.tensors[b].double() @ own_a[update.client_id][name].double() for update in sent]
+        assert not torch.equal(products[0], products[1])
+        mean = torch.tensordot(weights / weights.sum(), torch.stack(products), 1)
+        torch.testing.assert_close(mean_b[b].double() @ a.double(), mean, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert", "ast", "whisper"])
+def test_adapters_do_not_change_the_first_loss(folders: Any, kind: str) -> None:
     """B is 0, and the head's initial values do not depend on adapters."""
     spec = make_spec(folders(kind))
-    x = torch.randn(2, 7, WIDTH)
-    outputs = []
+    x, y = torch.randn(2, 7, WIDTH), torch.tensor([2, 0])
+    losses = []
     for options in (spec.options, [option for option in spec.options if option[0] != "lora"]):
         torch.manual_seed(3)
-        outputs.append(build_model(ModelSpec("model", "pretrained", WIDTH, CLASSES, tuple(options))).eval()(x))
-    assert torch.equal(*outputs)
+        network = build_model(ModelSpec("model", "pretrained", WIDTH, CLASSES, tuple(options))).eval()
+        losses.append(torch.nn.functional.cross_entropy(network(x), y))
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kind", ["wav2vec2-masked", "hubert", "ast", "whisper"])
@@ -285,6 +324,13 @@ def test_a_narrow_adapter_equals_the_whole_adapter_without_the_removed_ranks(fol
             value[:, [0, 2]] = 0
     x = torch.randn(2, 7, WIDTH)
     torch.testing.assert_close(part(x), whole(x))
+
+
+def test_a_share_of_the_weights_counts_adapters_and_head_only(folders: Any) -> None:
+    """The frozen layers have ten times as many weights, so any share of all weights would mean rank 1 or 4."""
+    for rank in (1, 2, 3, 4):
+        share = (ADAPTERS * rank // RANK + HEAD) / (ADAPTERS + HEAD)
+        assert fit_width(make_spec(folders("hubert")), share) == rank / RANK
 
 
 def test_batched_clients_equal_unbatched_clients(tiny: Tiny, folders: Any) -> None:

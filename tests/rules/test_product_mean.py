@@ -145,3 +145,12 @@ def test_factors_that_do_not_fit_are_rejected(update: Update) -> None:
 def test_a_run_without_pairs_is_rejected_before_the_first_round(tiny: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"method\.rule: product_mean needs adapters .* or choose weighted_mean"):
         start_server(tiny("method.rule=product_mean"))
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fednova", "feddc", "feddyn", "fedadam", "fedavgm", "fedopt"])
+def test_methods_that_combine_rounds_are_rejected(tiny: Callable[..., Any], method: str) -> None:
+    message = (
+        f"method.rule: rule ProductMean needs tensors of one round, but method '{method}' combines those of several"
+    )
+    with pytest.raises(ConfigError, match=message):
+        tiny("method.rule=product_mean", method=method)

@@ -163,20 +163,14 @@ class _WaveStem(nn.Module):
             if count is None or not isinstance(norm, nn.GroupNorm):
                 frames = layer(frames)
             else:
-                frames = layer.activation(
-                    _normalise(layer.conv(frames), norm, lengths_to_mask(count, self._count_frames(x)))
-                )
+                frames = layer.conv(frames)
+                frames = layer.activation(_normalise(frames, norm, lengths_to_mask(count, frames.shape[2])))
         projected = self.feature_projection(frames.transpose(1, 2))
         tokens = projected[0] if isinstance(projected, tuple) else projected
         if count is not None:  # the position embeddings are a convolution, so padding must be 0
             tokens = tokens.masked_fill(~lengths_to_mask(count, tokens.shape[1]).unsqueeze(2), 0.0)
         tokens = tokens + self.pos_conv_embed(tokens)
         return self.dropout(tokens if self.layer_norm is None else self.layer_norm(tokens)), count
-
-    def _count_frames(self, x: Tensor) -> int:
-        """Return the number of output frames of the first convolution, the only one with a group norm."""
-        kernel, stride = self._sizes[0]
-        return int((x.shape[1] - kernel) // stride + 1)
 
 
 def _normalise(frames: Tensor, norm: nn.GroupNorm, valid: Tensor) -> Tensor:
