@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
             length = part_data.views[view].length
             method.objective.check(part_data.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
-            _check_classes(part_data)
+            _check_classes(part_data, data)
         batch, real = _make_batch(part_data, data)
         with preserve_generators(), torch.no_grad():
             for specs in narrower[part]:
@@ -83,18 +83,34 @@ def _check_network(method: Method, where: str, model: nn.Module, population: Pop
         raise DataError(error.describe(name)) from None
 
 
-def _check_classes(population: Population) -> None:
-    """Reject data with sets or sequences of classes if a class has no training clip.
+def _check_classes(population: Population, data: DataSettings) -> None:
+    """Reject data with sets or sequences of classes if a class or unit has no training clip.
 
     For data with one class per clip, :mod:`raydfl.data` reports missing classes with more detail.
     """
     if population.sets is population.sequences is None or not population.has_clips:
         return
-    for number in np.flatnonzero(population.class_counts() == 0):
+    for number in np.flatnonzero(population.class_counts() == 0).tolist():
+        kind, tested = "class", ""
+        if data.label_sequences is not None:
+            kind = data.label_sequences.units.removesuffix("s")
+            clip = _find_tested_clip(population, number)
+            tested = "" if clip is None else f", but clip {list_clips(data, 0)[0].column('clip')[clip].as_py()!r} has it"
         raise DataError(
-            f"no client has a clip of class {population.classes[int(number)]!r}. Change data.split or data.partition, or exclude "
-            f"labels with this class (data.leave_out), or use it in tests only (data.unseen=keep)"
+            f"no client has a clip of {kind} {population.classes[number]!r}{tested}. Change data.split or data.partition, or "
+            f"exclude labels with this {kind} (data.leave_out), or use it in tests only (data.unseen=keep)"
         )
+
+
+def _find_tested_clip(population: Population, unit: int) -> int | None:
+    """Return the number of a clip outside the training whose transcript has a unit."""
+    roles: tuple[Literal["test", "client_test", "validation"], ...] = ("test", "client_test", "validation")
+    for role in roles:
+        for examples in population.read_role(role):
+            found = np.flatnonzero((examples.targets(examples.labels) == unit).any(axis=1))
+            if len(found):
+                return int(examples.clips[found[0]])
+    return None
 
 
 def _make_batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:

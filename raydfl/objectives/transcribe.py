@@ -197,10 +197,11 @@ def _check_lengths(where: str, network: Any, examples: Examples) -> None:
         tokens = frames.shape[1] if count is None else int(count[0])
         if tokens < needed[index]:
             text = join_units(examples.classes, y[index], examples.joint)
+            pooled = hasattr(network, "pool")
+            remedy = f"Lower {where}.pool, data.features.hop_ms or window_ms, or leave" if pooled else "Leave"
             raise ClipError(
                 int(examples.clips[index]),
                 f"{where}: the transcript {text!r} of clip {{clip}} needs {needed[index]} tokens: its units, and a blank "
-                f"between equal units. The network has {tokens} for its {shortest} frames. Lower "
-                f"{where}.pool, data.features.hop_ms or window_ms, or leave the clip out. Wrong transcripts of data.corrupt.labels "
-                f"may need more tokens than yours.",
+                f"between equal units. The network has {tokens} for its {shortest} frames. "
+                f"{remedy} the clip out. Wrong transcripts of data.corrupt.labels may need more tokens than yours.",
             )

@@ -20,6 +20,7 @@ import raydfl
 from raydfl import load_model, read_rows
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.pretrained import Encoder, read_encoder_folder
+from raydfl.core.registry import names
 from raydfl.core.types import Batch, ModelSpec, Update
 from raydfl.engine.config import Config, load_config
 from raydfl.engine.storage.folder import final_state
@@ -180,6 +181,36 @@ def test_personal_adapters_stay_with_the_client(tiny: Tiny, folders: Any) -> Non
     assert read_values(run, "bytes_up") == [CLIENTS * 4 * HEAD]
     with pytest.raises(ConfigError, match=r"method\.personal: no tensor's name begins with 'lore'"):
         start_server(configure(tiny, folders("hubert"), "method.personal=[lore]", "run.name=wrong", method="fedper"))
+
+
+OPTIONS = {
+    "trimmed_mean": "{name: trimmed_mean, trim: 0.2}",
+    "norm_clipping": "{name: norm_clipping, norm: 0.1}",
+    "gaussian": "{name: gaussian, clip: 1.0, noise: 0.5}",
+    "backdoor": "{name: backdoor, target: tone0}",
+}
+"""Rules and attacks with required options."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"method.rule={name}" for name in names("raydfl.rules")),
+        *(f"attack={name}" for name in names("raydfl.attacks")),
+    ],
+)
+def test_every_rule_and_attack_accepts_adapters(tiny: Tiny, folders: Any, setting: str) -> None:
+    """A round changes each B, and all values are finite."""
+    place, _, own = setting.partition("=")
+    more = {
+        "gaussian": ["evaluate.clients=none", "privacy.key=seed", "data.split.validation=0"],
+        "backdoor": ["data.features.after=null", "models.model.after=null"],
+    }.get(own, [])
+    options = OPTIONS.get(own, f"{{name: {own}}}")
+    _, tensors = train_run(configure(tiny, folders("hubert"), f"{place}={options}", *more))
+    assert all(value.isfinite().all() for value in tensors.values())
+    assert all(value.abs().max() > 0 for key, value in tensors.items() if "lora_B" in key)
 
 
 def test_fixed_a_sends_b_and_the_head(tiny: Tiny, folders: Any) -> None:

@@ -327,7 +327,7 @@ def test_multi_label_metrics_equal_scikit_learn(tiny: Tiny, tmp_path: Path) -> N
     assert 0 < clips <= 4 * 3 * 3
 
 
-@pytest.mark.parametrize("objective", ["compact", "contrast", "multi_label"])
+@pytest.mark.parametrize("objective", ["compact", "contrast", "multi_label", "transcribe", "events", "verify"])
 def test_a_resumed_run_equals_an_uninterrupted_run_to_the_bit(tiny: Tiny, objective: str) -> None:
     whole, parts = (tiny(*SETTINGS[objective], "train.rounds=4", f"run.name={name}") for name in ("whole", "parts"))
     first = start_server(whole)

@@ -1,4 +1,4 @@
-"""Every objective, and metrics reported by losses: equal when unbatched, batched and replayed from a recording."""
+"""Every objective, and metrics reported by losses: equal when unbatched and batched."""
 
 from __future__ import annotations
 
