@@ -45,7 +45,9 @@ STUDIES = ROOT / "benchmarks" / "studies"
 RESULTS = ROOT / "benchmarks" / "results"
 _COLUMNS = 100
 """Characters in a line of a code block on the site."""
-_MAIN_NOTES = re.compile(r"^Did not learn, so not ranked: (?!untrained\.)|unfinished")
+_MAIN_NOTES = re.compile(
+    r"^Did not learn, so not ranked: (?!untrained\.)|unfinished|^Best at an end|^Not tuned, |^Settings are not tuned| minus "
+)
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)

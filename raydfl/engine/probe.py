@@ -95,7 +95,9 @@ def _check_classes(population: Population, data: DataSettings) -> None:
         if data.label_sequences is not None:
             kind = data.label_sequences.units.removesuffix("s")
             clip = _find_tested_clip(population, number)
-            tested = "" if clip is None else f", but clip {list_clips(data, 0)[0].column('clip')[clip].as_py()!r} has it"
+            tested = (
+                "" if clip is None else f", but clip {list_clips(data, 0)[0].column('clip')[clip].as_py()!r} has it"
+            )
         raise DataError(
             f"no client has a clip of {kind} {population.classes[number]!r}{tested}. Change data.split or data.partition, or "
             f"exclude labels with this {kind} (data.leave_out), or use it in tests only (data.unseen=keep)"

@@ -269,18 +269,22 @@ def read_tuned(
     """
     search = load_study(path, [text for text in study.overrides if not text.startswith("run.name")])
     where = f"{study.file}: tuned: {path.name}"
-    seeds = {label_of(value) for value in (study.settings.repeat or {}).get("run.seed", [1])}
-    tuning = search.settings
+    tuning, values = search.settings, search.first.config.model_dump(mode="json")
+    reported = [
+        key
+        for key, repeated in (study.settings.repeat or {"run.seed": [1]}).items()
+        if label_of(_get_value(values, key)) in map(label_of, repeated)
+    ]
     raise_first({
         f"{where} has no domains, so it tunes nothing. Name the file of a search.": not tuning.domains,
         f"{where} has axes that this study lacks: {', '.join(set(search.axes) - set(study.axes))}. Remove them.": (
             not set(search.axes) <= set(study.axes)
         ),
         f"{where} tunes on the test data. Set metric.split: validation there.": (
-            bool(tuning.domains) and search.first.metric.split == "test"
+            bool(tuning.domains) and search.first.metric.split in ("test", "client_test")
         ),
-        f"{where} tunes with run.seed {search.first.config.run.seed}, a seed of this study. Choose a different seed there.": (
-            str(search.first.config.run.seed) in seeds
+        f"{where} tunes with a value of {', '.join(reported)} that this study repeats. Choose a different value there.": (
+            bool(reported)
         ),
     })  # fmt: skip
     results = collect(search, StudyState.read(search))
@@ -314,6 +318,13 @@ def read_tuned(
             raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
         tuned[labels] = dict(finished[key][0].values)
     return search, tuned, tuple(untuned)
+
+
+def _get_value(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a setting such as ``run.seed`` in nested settings, or ``None``."""
+    group, _, rest = key.partition(".")
+    value = values.get(group)
+    return _get_value(value, rest) if rest and isinstance(value, Mapping) else value
 
 
 def check_protocol(study: Study) -> None:

@@ -86,16 +86,22 @@ def describe_protocol(results: StudyResults) -> list[str]:
         return notes
     if not settings.confirmatory:
         return ["Exploratory: the study draws no conclusions.", *notes]
-    count = results.comparisons
+    count = results.study.comparisons
     return [
         f"A conclusion needs an interval without 0 after Bonferroni's correction ({count} comparison{'s' * (count != 1)}). "
         f"Smallest difference of interest: {settings.difference:g}.",
         *notes,
+        *_describe_pairs(results),
         *_describe_plateaus(results),
         *_describe_tuning(results.study),
         *_describe_controls(results.study),
         *_describe_provenance(results),
     ]
+
+
+def _describe_pairs(results: StudyResults) -> Iterator[str]:
+    for name, (difference, conclusion) in results.further.items():
+        yield f"{name}: {difference}, n = {difference.n}: {conclusion}."
 
 
 def _describe_plateaus(results: StudyResults) -> Iterator[str]:
@@ -113,13 +119,22 @@ def _describe_tuning(study: Study) -> Iterator[str]:
         return
     yield f"Tuning: equal numbers of trials per contestant, on a different seed and held-out data ({study.settings.tuned})."
     for labels, values in study.tuned.items():
-        if labels in study.untuned:
-            yield f"Not tuned, with the settings of {', '.join(study.find_control(labels))}: {', '.join(labels)}."
-            continue
-        text = " ".join(f"{key}={describe_value(value)}" for key, value in values.items())
-        extreme = ", ".join(study.extreme.get(labels, ()))
-        warning = f" {extreme} is at the end of the tried range, so a wider range may be better." if extreme else ""
-        yield f"Tuned settings of {', '.join(labels)}: {text}.{warning}"
+        if labels not in study.untuned:
+            yield (
+                f"Tuned settings of {', '.join(labels)}: "
+                f"{' '.join(f'{key}={describe_value(value)}' for key, value in values.items())}."
+            )
+    extreme = [labels for labels, settings in study.extreme.items() if settings and labels not in study.untuned]
+    if extreme:
+        yield f"Best at an end of the tried range, so a wider range may be better: {_list_contestants(study, extreme)}."
+    if study.untuned:
+        yield f"Not tuned, with the settings of the control: {_list_contestants(study, study.untuned)}."
+
+
+def _list_contestants(study: Study, cells: Iterable[tuple[str, ...]]) -> str:
+    """List the labels of cells on the axis of contestants."""
+    place = study.axes.index(study.contestants_axis)
+    return ", ".join(dict.fromkeys(labels[place] for labels in cells))
 
 
 def _describe_controls(study: Study) -> Iterator[str]:

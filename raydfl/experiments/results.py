@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,6 +201,8 @@ class StudyResults:
     """Reasons of failures by name of the trial."""
     open: int
     """Number of unfinished trials without a failure."""
+    further: Mapping[str, tuple[Difference, str]] = field(default_factory=dict)
+    """Differences and conclusions of the further pairs of ``compare``, by ``A minus B``."""
 
     @property
     def runs(self) -> list[dict[str, Any]]:
@@ -262,11 +264,6 @@ class StudyResults:
         """
         return _find_controls(self.study, self.contestants)
 
-    @property
-    def comparisons(self) -> int:
-        """Number of differences from the control."""
-        return sum(contestant.difference is not None for contestant in self.contestants)
-
     @cached_property
     def plateaus(self) -> dict[tuple[str, ...], float | None]:
         """Round of the plateau of each control, by labels; ``None``: the mean validation score was still rising at the end."""
@@ -311,7 +308,8 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     unfinished = {trial.name: state.get(trial) for trial in known if not trial.finished}
     failed = {name: trial_state.reason for name, trial_state in unfinished.items() if trial_state.status == "failed"}
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
-    return StudyResults(study, tuple(_mark_best(study, compared)), failed, max(0, study.total - len(over)))
+    further = _compare_pairs(study, {contestant.labels: contestant for contestant in compared})
+    return StudyResults(study, tuple(_mark_best(study, compared)), failed, max(0, study.total - len(over)), further)
 
 
 def _rank(contestant: Contestant, summary: str) -> tuple[bool, bool, bool, float]:
@@ -433,20 +431,55 @@ def _has_learned(contestant: Contestant, measured: Contestant | None) -> bool:
 
 def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Add conclusions to the contestants of a confirmatory study."""
-    settings = study.settings
-    if not settings.confirmatory:
+    if not study.settings.confirmatory:
         return list(contestants)
-    comparisons = sum(contestant.difference is not None for contestant in contestants)
+    by_labels = {contestant.labels: contestant for contestant in contestants}
     concluded = []
     for contestant in contestants:
-        difference, sign = contestant.difference, contestant.metrics[0].sign
-        conclusion = "" if contestant.learned else "did not learn"
-        if difference is not None and difference.n < len(contestant.trials):
-            conclusion = "unfinished"  # A decision before the planned number of repeats would favour chance results.
-        elif difference is not None and contestant.learned:
-            conclusion = describe_difference(difference, comparisons, settings.difference, sign)
+        control = by_labels.get(study.find_control(contestant.labels), contestant)
+        conclusion = _describe_conclusion(study, contestant, control, contestant.difference, study.comparisons)
         concluded.append(replace(contestant, conclusion=conclusion))
     return concluded
+
+
+def _describe_conclusion(
+    study: Study, contestant: Contestant, control: Contestant, difference: Difference | None, comparisons: int
+) -> str:
+    """Describe the conclusion from a difference between two contestants, or the reason why there is none."""
+    if difference is not None and difference.n < len(contestant.trials):
+        return "unfinished"  # A decision before the planned number of repeats would favour chance results.
+    if not contestant.learned:
+        return "did not learn"
+    if difference is None:
+        return ""
+    sign, smallest = contestant.metrics[0].sign, study.settings.difference
+    unlearned = "" if control.learned else ", but the control did not learn"
+    return describe_difference(difference, comparisons, smallest, sign) + unlearned
+
+
+def _compare_pairs(
+    study: Study, contestants: Mapping[tuple[str, ...], Contestant]
+) -> dict[str, tuple[Difference, str]]:
+    """Compare the further pairs of contestants with the same metric.
+
+    They are corrected for all comparisons, because they may be added after the results are known. The comparisons with the
+    control are not corrected for them.
+    """
+    found, pairs, summary = {}, study.list_pairs(), study.settings.summarised
+    for labels in pairs:
+        if all(label in contestants for label in labels):
+            first, second = (contestants[label] for label in labels)
+            difference = Difference.between(first.score(summary), second.score(summary))
+            if difference is not None and first.metrics[0].unit == second.metrics[0].unit:
+                common = [a for a, b in zip(*labels, strict=True) if a == b]
+                names = [", ".join(text for text in label if text not in common) for label in labels]
+                where = f" ({', '.join(common)})" if common else ""
+                name = f"{names[0]} minus {names[1]}{where}"
+                found[name] = (
+                    difference,
+                    _describe_conclusion(study, first, second, difference, study.comparisons + len(pairs)),
+                )
+    return found
 
 
 def _compare(

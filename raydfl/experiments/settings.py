@@ -234,6 +234,11 @@ class StudySettings(Settings):
         default_factory=dict,
         description="Labels of the control by axis: {method: FedAvg}. Each cell is compared with the cell with these labels.",
     )
+    compare: tuple[tuple[dict[str, str], dict[str, str]], ...] = Field(
+        (),
+        description="Further pairs to compare, by axis: [[{method: A}, {method: B}]]. Each is the difference A - B, for all labels "
+        "of the remaining axes. They are corrected for all comparisons, those with the control for their own number.",
+    )
     exploratory: bool | None = Field(
         None,
         description="true: the study draws no conclusions, and its page reports it. false: the study is confirmatory and follows "
@@ -364,6 +369,11 @@ class StudySettings(Settings):
         for name, label in self.control.items():
             check_known(name, self.axes, "control: there is no axis")
             check_known(label, self.axes[name], f"control.{name}: there is no label")
+        for number, pair in enumerate(self.compare):
+            if not pair[0].keys() == pair[1].keys() != set():
+                raise ValueError(
+                    f"compare: the pair {number} must name equal axes, such as [{{method: A}}, {{method: B}}]"
+                )
         self.paper_scores()
         self._check_search()
         self._check_protocol()

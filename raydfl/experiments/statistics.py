@@ -85,10 +85,11 @@ class Difference:
         half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
         return cls(mean, mean - half, mean + half, n, error)
 
-    def is_significant(self, comparisons: int) -> bool:
-        """Return whether the interval excludes 0 after Bonferroni's correction for the number of comparisons."""
+    def correct(self, comparisons: int) -> tuple[float, float]:
+        """Return the interval after Bonferroni's correction for the number of comparisons. At least two pairs."""
         level = 1 - (1 - CONFIDENCE) / max(1, comparisons)
-        return self.n > 1 and abs(self.mean) > self.error * float(stats.t.ppf((1 + level) / 2, self.n - 1))
+        half = self.error * float(stats.t.ppf((1 + level) / 2, self.n - 1))
+        return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
         interval = (
@@ -108,8 +109,9 @@ def describe_difference(difference: Difference, comparisons: int, smallest: floa
     """
     if difference.n < 2:
         return "one pair, so no interval"
-    inside = smallest is not None and max(abs(difference.low), abs(difference.high)) < smallest
-    if difference.is_significant(comparisons):
+    low, high = difference.correct(comparisons)
+    inside = smallest is not None and max(abs(low), abs(high)) < smallest
+    if low > 0 or high < 0:
         verdict = "better" if sign * difference.mean > 0 else "worse"
         return verdict + ", by less than the difference of interest" * inside
     return "no difference seen" + ", and the interval excludes the difference of interest" * inside

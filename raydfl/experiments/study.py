@@ -140,6 +140,23 @@ class Study:
         return tuple(self.settings.control.get(name, label) for name, label in zip(self.axes, labels, strict=True))
 
     @property
+    def comparisons(self) -> int:
+        """Planned number of comparisons of a cell with its control."""
+        cells = itertools.product(*self.settings.axes.values()) if self.settings.control else ()
+        return sum(self.find_control(labels) != labels for labels in cells)
+
+    def list_pairs(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """List the labels of the further pairs of cells to compare, of the whole study: the first minus the second."""
+        pairs, cells = [], [*itertools.product(*self.settings.axes.values())]
+        for first, second in self.settings.compare:
+            for labels in cells:
+                by_axis = dict(zip(self.axes, labels, strict=True))
+                pair = tuple({**by_axis, **first}.values()), tuple({**by_axis, **second}.values())
+                if pair not in pairs:
+                    pairs.append(pair)
+        return pairs
+
+    @property
     def samples(self) -> int:
         """Number of draws from the domains; 1 without domains."""
         domains = self.settings.domains

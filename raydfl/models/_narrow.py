@@ -123,7 +123,9 @@ def _inspect(spec: ModelSpec) -> _NetworkTensors:
                 raise ConfigError(
                     f"{where}: channels() returns {dimensions} for {name!r}, but the tensor is {shapes[name]}. Correct channels()."
                 )
-    return _NetworkTensors(groups, shapes, sizes, sum(value.numel() for value in network.parameters() if value.requires_grad))
+    return _NetworkTensors(
+        groups, shapes, sizes, sum(value.numel() for value in network.parameters() if value.requires_grad)
+    )
 
 
 def _find_groups(network: nn.Module, where: str) -> Channels:

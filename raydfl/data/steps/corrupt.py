@@ -68,7 +68,9 @@ class LabelErrorSettings(_ClientsSettings):
     """Wrong labels of training clips, drawn by a transition matrix for each client."""
 
     rate: float = Field(
-        ge=0, le=1, description="Expected fraction of wrong labels in a client's clips, or of wrong units in transcripts. 0: none; 1: all."
+        ge=0,
+        le=1,
+        description="Expected fraction of wrong labels in a client's clips, or of wrong units in transcripts. 0: none; 1: all.",
     )
 
 
