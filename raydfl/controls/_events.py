@@ -1,8 +1,8 @@
-"""Control of sound event detection: a linear model of each frame and the half second around it.
+"""Control of sound event detection: a linear model of single frames with their surroundings.
 
-The values of a frame are its features, and their means and standard deviations over the half second around it. The probability
-of a class is the ridge regression of its activity, 0 or 1, on the values, standardised with the training frames, with a penalty
-of 1, clipped to 0..1. Its training uses the times of events, even if the run's training does not.
+The values of a frame are the features, and their means and standard deviations over half a second around the frame. The probability
+of a class is the ridge regression of the activity, 0 or 1, on the values, standardised with the training frames, with a penalty
+of 1, clipped to 0..1. The training uses the times of events, even if the run's training does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure_frame_model(data: Population, objective: Events, rng: np.random.Gene
 
     Args:
         data: population of one part, with clips.
-        objective: objective of the run, for its filter of the probabilities.
+        objective: objective of the run, whose filter smooths the probabilities.
         rng: generator that draws the training clips.
 
     Returns:
@@ -46,7 +46,7 @@ def measure_frame_model(data: Population, objective: Events, rng: np.random.Gene
         del tests["validation"]
     model = _fit(draw_clips(data.read_role("train"), LIMIT, rng))
     if model is None:
-        return [], "Raw features have no score, because no training clip has the times of its events."
+        return [], "Raw features have no score, because no training clip has the times of events."
     controls = []
     for split, parts in tests.items():
         counts = [
@@ -57,7 +57,7 @@ def measure_frame_model(data: Population, objective: Events, rng: np.random.Gene
         if counts:
             score = summarise({COUNTS: sum(counts[1:], counts[0])})[objective.headline]
             controls.append(Control(f"{RAW}linear model", split, objective.headline, score.value, int(score.count)))
-    return controls, "" if controls else "Raw features have no score, because no test clip has the times of its events."
+    return controls, "" if controls else "Raw features have no score, because no test clip has the times of events."
 
 
 class _FrameModel:
@@ -76,7 +76,7 @@ class _FrameModel:
 
 
 def _fit(parts: Sequence[Examples]) -> _FrameModel | None:
-    """Fit the model to the frames of the clips with times. ``None``: there are none."""
+    """Fit the model to the frames of the clips with times. ``None``: no clip has times."""
     sums: list[np.ndarray] = []  # of 1, values, squares, activities, values * activities
     for part in _divide(parts):
         for values, active in zip(_describe_frames(part), mark_active_frames(part), strict=True):

@@ -445,7 +445,7 @@ def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestan
 def _describe_conclusion(
     study: Study, contestant: Contestant, control: Contestant, difference: Difference | None, comparisons: int
 ) -> str:
-    """Describe the conclusion from a difference between two contestants, or the reason why there is none."""
+    """Describe the conclusion from a difference between two contestants, or the reason for a missing conclusion."""
     if difference is not None and difference.n < len(contestant.trials):
         return "unfinished"  # A decision before the planned number of repeats would favour chance results.
     if not contestant.learned:

@@ -171,7 +171,7 @@ def test_events_without_times_have_no_control(tmp_path: Path) -> None:
     features = {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10}
     controls, note = measure(configure_data(tmp_path, {**data, "features": features}, objective="events"))
     assert controls == []
-    assert note == "Raw features have no score, because no training clip has the times of its events."
+    assert note == "Raw features have no score, because no training clip has the times of events."
 
 
 def draw_rows(
