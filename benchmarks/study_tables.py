@@ -19,6 +19,7 @@ The values by seed are in benchmarks/results/NAME.md.
 from __future__ import annotations
 
 import argparse
+import json
 import io
 import math
 import re
@@ -115,7 +116,7 @@ def make_command(study_file: str, study: Study) -> str:
 
 
 def format_list() -> str:
-    """Format the list of confirmatory studies with unfinished runs: question, finished runs, hours of work."""
+    """Format the list of studies with unfinished runs: question, finished runs, hours of work. The last line counts all runs."""
     lines = []
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
@@ -132,7 +133,10 @@ def format_list() -> str:
         hours = sum(result.budget.get("client seconds", 0.0) for result in found) / 3600
         link = f"[{path.stem}](../benchmarks/studies/{path.name})"
         lines.append([link, study.settings.question, f"{len(found)} of {len(study.trials)}", f"{hours:.1f}"])
-    return format_markdown((["study", "question", "finished runs", "hours of clients' work"], lines)) + "\n"
+    budgets = [json.loads(path.read_text(encoding="utf-8")).get("budget", {}) for path in RESULTS.rglob("*.json")]
+    hours = sum(budget.get("client seconds", 0.0) for budget in budgets) / 3600
+    table = format_markdown((["study", "question", "finished runs", "hours of clients' work"], lines))
+    return f"{table}\n\nAll studies and searches: {len(budgets):,} runs with {hours:.0f} hours of clients' work.\n"
 
 
 def format_conclusions() -> str:
