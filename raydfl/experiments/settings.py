@@ -242,7 +242,7 @@ class StudySettings(Settings):
     exploratory: bool | None = Field(
         None,
         description="true: the study draws no conclusions, and its page reports it. false: the study is confirmatory and follows "
-        "the protocol. null: confirmatory if difference, controls, plateau or tuned is set.",
+        "the protocol. null: confirmatory if question, difference, controls, plateau or tuned is set.",
     )
     difference: float | None = Field(
         None, gt=0, description="Smallest difference of interest, in the table's unit (points of per cent)."
@@ -386,7 +386,9 @@ class StudySettings(Settings):
         """True if the study follows the protocol and draws conclusions."""
         if self.exploratory is not None:
             return not self.exploratory
-        return bool(self.controls) or any(value is not None for value in (self.difference, self.plateau, self.tuned))
+        plan = (self.difference, self.plateau, self.tuned)
+        asks = self.question and not self.domains
+        return bool(asks or self.controls) or any(value is not None for value in plan)
 
     @property
     def trained_controls(self) -> list[str]:

@@ -124,6 +124,10 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
     [
         ({"control": None}, "control: a confirmatory study needs a decisive control"),
         ({"question": None}, "question: a confirmatory study states its question"),
+        (
+            dict.fromkeys(["difference", "plateau", "controls", "tuned"]),
+            "difference: a confirmatory study states the smallest difference of interest. Set it, or set exploratory: true.",
+        ),
         ({"difference": None}, "difference: a confirmatory study states the smallest difference"),
         ({"plateau": None}, "plateau: a confirmatory study needs a rule"),
         (
@@ -162,7 +166,7 @@ def test_a_study_that_breaks_the_protocol_ends_with_exit_code_2(
 
 
 def test_an_exploratory_study_reports_it_on_its_page(grid: StudyFile) -> None:
-    for changes in ({"exploratory": True, "difference": 2}, {}):
+    for changes in ({"exploratory": True, "difference": 2}, {"exploratory": True, "question": "Why?"}, {}):
         study = load_study(grid(**changes))
         assert not study.settings.confirmatory
         assert "Exploratory: the study draws no conclusions." in describe_results(read_results(study))
