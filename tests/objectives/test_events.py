@@ -22,6 +22,7 @@ from raydfl import load_model, run
 from raydfl.cli.predictions import format_answer, show
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool, summarise
+from raydfl.core.psds import compute_psds, count_detections
 from raydfl.core.types import Batch
 from raydfl.data.build import build_population
 from raydfl.data.segment import segments
@@ -247,7 +248,7 @@ def test_predictions_equal_the_values_of_the_run(tiny: Tiny, tmp_path: Path, set
     model = load_model(folder)
     sounds = [Recording(Path(row["clip"]), spoken.read(row)[0], beeps.RATE) for row in tests]
     found = {str(item.file): item for item in predictions(model, sounds)}
-    right, wrong = 0, 0
+    right, wrong, counts = 0, 0, np.zeros(())
     for row in tests:
         assert parse_events(rows[row["clip"]]["label"]) == sorted(parse_events(row["label"]))
         item, codes = found[row["clip"]], {name: number for number, name in enumerate(model.classes)}
@@ -262,6 +263,9 @@ def test_predictions_equal_the_values_of_the_run(tiny: Tiny, tmp_path: Path, set
         )
         both, either = count_segments(truth, answer, 3)
         right, wrong = right + both, wrong + either - both
+        counts = counts + count_detections(item.probabilities, 0.01 * model.network.frames_per_token, truth)
+    for name in ("psds1", "psds2"):
+        assert record.curves["test", f"model/{name}"].last == pytest.approx(compute_psds(counts, name), abs=1e-12)
     assert record.curves["test", "model/segment_f1"].last == pytest.approx(2 * right / (2 * right + wrong), abs=1e-12)
     out = io.StringIO()
     show(found.values(), 1, "csv", "", out, "intervals")
