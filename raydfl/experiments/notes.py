@@ -15,6 +15,7 @@ from raydfl.data.features import (
 )
 from raydfl.engine import Config, Criterion
 from raydfl.experiments.protocol import CONTROLS, LABELS
+from raydfl.experiments.records import RunResult
 from raydfl.experiments.results import StudyResults
 from raydfl.experiments.settings import label_of
 from raydfl.experiments.statistics import CONFIDENCE
@@ -153,6 +154,26 @@ def _describe_provenance(results: StudyResults) -> Iterator[str]:
         )
         hours = sum(result.budget.get("client seconds", 0.0) for result in known) / 3600
         yield f"Provenance: commits {commits}; {processors}; {len(known)} runs with {hours:.1f} hours of clients' work."
+    pairs = [*_list_pairs_of_runs(results)]
+    mixed = sum(
+        any(first.provenance.get(name) != second.provenance.get(name) for name in ("commit", "processor"))
+        for first, second in pairs
+    )
+    if mixed:
+        yield (
+            f"{mixed} of {len(pairs)} pairs with the control compare runs of different commits or processors, whose last bits may "
+            f"differ."
+        )
+
+
+def _list_pairs_of_runs(results: StudyResults) -> Iterator[tuple[RunResult, RunResult]]:
+    """Yield the runs of each contestant with the control's runs of equal repeats."""
+    by_labels = {contestant.labels: contestant for contestant in results.contestants}
+    for labels, contestant in by_labels.items():
+        control = by_labels.get(results.study.find_control(labels))
+        if control is not None and control is not contestant:
+            runs = {result.repeat: result for result in control.results}
+            yield from ((result, runs[result.repeat]) for result in contestant.results if result.repeat in runs)
 
 
 def _find_choosers(trial: Trial) -> Iterable[Criterion]:

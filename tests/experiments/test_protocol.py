@@ -234,6 +234,19 @@ def test_conclusions_of_a_table(finished_study: Study) -> None:
     assert "Controls outside the study: chance, majority, raw" in notes
 
 
+def test_pairs_of_different_processors_are_counted(finished_study: Study) -> None:
+    """Ten pairs of FedProx with FedAvg and ten of the fast FedAvg; a run of FedAvg has two of them."""
+    read_results(finished_study)
+    assert not any("different commits" in note for note in describe_results(read_results(finished_study)))
+    trial = next(trial for trial in finished_study.trials if trial.labels == ("clean", "FedAvg"))
+    assert trial.result_file is not None
+    values = json.loads(trial.result_file.read_text())
+    values["provenance"]["processor"] = "an abacus"
+    trial.result_file.write_text(json.dumps(values))
+    notes = describe_results(read_results(finished_study))
+    assert any(note.startswith("2 of 20 pairs with the control compare runs of different commits") for note in notes)
+
+
 def test_further_pairs_are_compared_and_counted(finished_study: Study) -> None:
     """FedProx and the fast FedAvg, in two data sets: two comparisons beside the four with the control."""
     values = yaml.safe_load(finished_study.file.read_text())
