@@ -453,8 +453,10 @@ def _describe_conclusion(
     if difference is None:
         return ""
     sign, smallest = contestant.metrics[0].sign, study.settings.difference
-    unlearned = "" if control.learned else ", but the control did not learn"
-    return describe_difference(difference, comparisons, smallest, sign) + unlearned
+    conclusion = describe_difference(difference, comparisons, smallest, sign)
+    if LABELS["untrained"] not in contestant.labels and contestant.labels in study.untuned:
+        conclusion += " (not tuned)"
+    return conclusion + ("" if control.learned else ", but the control did not learn")
 
 
 def _compare_pairs(

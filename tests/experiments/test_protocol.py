@@ -195,7 +195,7 @@ def test_a_matched_control_has_the_users_settings(grid: StudyFile) -> None:
 def finish(study: Study, scores: dict[str, float]) -> None:
     """Write run folders with a rise to ``scores[method]`` plus seed / 100 in round 4."""
     for trial in study.trials:
-        level = scores[trial.labels[1]] + trial.config.run.seed / 100
+        level = scores[trial.labels[-1]] + trial.config.run.seed / 100
         values = [level * min(1.0, at / 4) for at in range(1, trial.config.train.rounds + 1)]
         write_run_folder(trial, {"test model/accuracy": values, "validation model/accuracy": values})
 
@@ -403,6 +403,15 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     assert not any(study.extreme.values())
     rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in study.trials}
     assert rates == pytest.approx({"FedAvg": 0.03, "FedProx": 0.05, "local only": 0.03, "centralised": 0.03})
+    scores = {"FedAvg": 0.5, "FedProx": 0.6, "local only": 0.4, "centralised": 0.8}
+    finish(study, scores)
+    conclusions = {contestant.labels[0]: contestant.conclusion for contestant in read_results(study).contestants}
+    assert conclusions == {
+        "FedAvg": "",
+        "FedProx": "better",
+        "local only": "worse (not tuned)",
+        "centralised": "better (not tuned)",
+    }
     assert "Not tuned, with the settings of the control: local only, centralised." in " ".join(
         describe_results(read_results(study))
     )
