@@ -454,7 +454,8 @@ def _describe_conclusion(
         return ""
     sign, smallest = contestant.metrics[0].sign, study.settings.difference
     conclusion = describe_difference(difference, comparisons, smallest, sign)
-    if LABELS["untrained"] not in contestant.labels and contestant.labels in study.untuned:
+    trained = [part.labels for part in (contestant, control) if LABELS["untrained"] not in part.labels]
+    if set(trained) & set(study.untuned):
         conclusion += " (not tuned)"
     return conclusion + ("" if control.learned else ", but the control did not learn")
 

@@ -369,17 +369,24 @@ class StudySettings(Settings):
         for name, label in self.control.items():
             check_known(name, self.axes, "control: there is no axis")
             check_known(label, self.axes[name], f"control.{name}: there is no label")
-        for number, pair in enumerate(self.compare):
-            if not pair[0].keys() == pair[1].keys() != set():
-                raise ValueError(
-                    f"compare: the pair {number} must name equal axes, such as [{{method: A}}, {{method: B}}]"
-                )
         self.paper_scores()
         self._check_search()
         self._check_protocol()
         for name in self.trained_controls:
             self._add_control(name)
+        self._check_pairs()
         return self
+
+    def _check_pairs(self) -> None:
+        """Check that the pairs of ``compare`` name known labels of equal axes."""
+        for number, pair in enumerate(self.compare):
+            if not pair[0].keys() == pair[1].keys() != set():
+                raise ValueError(
+                    f"compare: the pair {number} must name equal axes, such as [{{method: A}}, {{method: B}}]"
+                )
+            for name, label in (item for side in pair for item in side.items()):
+                check_known(name, self.axes, "compare: there is no axis")
+                check_known(label, self.axes[name], f"compare: axis {name!r} has no label")
 
     @property
     def confirmatory(self) -> bool:

@@ -263,10 +263,15 @@ def test_further_pairs_are_compared_and_counted(finished_study: Study) -> None:
     assert f"FedProx minus fast (clean): {difference}, n = 5: better." in describe_results(results)
     part = load_study(finished_study.file, only=["condition=clean", "method=FedAvg,FedProx"])
     assert part.comparisons == 4  # the planned ones, so that a selection is not corrected less
-    values["compare"] = [[{"method": "FedProx"}, {"condition": "clean"}]]
-    finished_study.file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match="compare: the pair 0 must name equal axes"):
-        load_study(finished_study.file)
+    for pair, message in (
+        ([{"method": "FedProx"}, {"condition": "clean"}], "compare: the pair 0 must name equal axes"),
+        ([{"rule": "a"}, {"rule": "b"}], "compare: there is no axis 'rule'"),
+        ([{"method": "FedProx"}, {"method": "slow"}], "compare: axis 'method' has no label 'slow'"),
+    ):
+        values["compare"] = [pair]
+        finished_study.file.write_text(yaml.safe_dump(values))
+        with pytest.raises(ConfigError, match=message):
+            load_study(finished_study.file)
 
 
 def test_results_do_not_depend_on_the_place_of_the_data_or_the_working_folder(
