@@ -134,7 +134,8 @@ def format_list() -> str:
         hours = sum(result.budget.get("client seconds", 0.0) for result in found) / 3600
         link = f"[{path.stem}](../benchmarks/studies/{path.name})"
         lines.append([link, study.settings.question, f"{len(found)} of {len(study.trials)}", f"{hours:.1f}"])
-    budgets = [json.loads(path.read_text(encoding="utf-8")).get("budget", {}) for path in RESULTS.rglob("*.json")]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.rglob("*.json")]
+    budgets = [result["budget"] for result in results if "budget" in result]  # the rest are no runs of studies
     hours = sum(budget.get("client seconds", 0.0) for budget in budgets) / 3600
     table = format_markdown((["study", "question", "finished runs", "hours of clients' work"], lines))
     return f"{table}\n\nAll studies and searches: {len(budgets):,} runs with {hours:.0f} hours of clients' work.\n"

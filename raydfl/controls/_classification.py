@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raydfl.controls._clips import LIMIT, describe_clips, draw_clips
+from raydfl.controls._clips import LIMIT, describe_clips, draw_clips, remove_constants
 from raydfl.controls._control import RAW, Control, binomial_error
 from raydfl.core.metrics import ranking_metrics
 from raydfl.core.types import Scores
@@ -22,8 +22,6 @@ from raydfl.data import Examples, Population
 INTERVALS = 8
 """Time intervals of a clip. With a single interval, all clips would have equal values with ``normalise: clip``."""
 _PENALTY = 1.0
-_CONSTANT = 1e-6
-"""Spread of a constant value, relative to the largest spread. It exceeds rounding errors of float32."""
 _CHUNK = 1024
 """Test clips in a matrix of distances."""
 
@@ -45,8 +43,7 @@ def measure_classifiers(data: Population, rng: np.random.Generator) -> tuple[lis
     if not train or not any(tests.values()):
         return [], "Raw features have no score, because the training clips or the test clips have no labels."
     values, targets = _describe(train)
-    mean, spread = values.mean(axis=0), values.std(axis=0)
-    spread[spread <= _CONSTANT * spread.max()] = np.inf  # removes constant values
+    mean, spread = values.mean(axis=0), remove_constants(values.std(axis=0))
     values = (values - mean) / spread
     frequent = int(data.class_counts().argmax())
     controls = []

@@ -14,6 +14,8 @@ LIMIT = 20_000
 """Maximum number of training clips."""
 _BATCH = 1 << 20
 """Approximate number of values in a batch."""
+_CONSTANT = 1e-6
+"""Spread of a constant value, relative to the largest spread."""
 _MEANS = 1024
 """Maximum number of means of a clip. Frames with more than 128 features have fewer time intervals."""
 
@@ -25,6 +27,14 @@ def draw_clips(parts: Sequence[Examples], limit: int, rng: np.random.Generator) 
         drawn = rng.choice(clips, limit, replace=False)
         parts = [part.take(np.flatnonzero(np.isin(part.clips, drawn))) for part in parts]
     return [part for part in parts if len(part)]
+
+
+def remove_constants(spread: np.ndarray) -> np.ndarray:
+    """Return standard deviations [values] for a division: infinite for constant values, which then become 0.
+
+    Values are constant up to rounding errors of float32.
+    """
+    return np.where(spread <= _CONSTANT * spread.max(), np.inf, spread)
 
 
 def describe_clips(examples: Examples, intervals: int) -> tuple[np.ndarray, np.ndarray, Examples]:

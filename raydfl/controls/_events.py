@@ -14,7 +14,7 @@ import torch
 from scipy.ndimage import uniform_filter1d
 from torch import nn
 
-from raydfl.controls._clips import LIMIT, draw_clips
+from raydfl.controls._clips import draw_clips, remove_constants
 from raydfl.controls._control import RAW, Control
 from raydfl.core.metrics import summarise
 from raydfl.core.psds import COUNTS
@@ -22,8 +22,8 @@ from raydfl.data import Examples, Population
 from raydfl.objectives import Events, TokenObjective, mark_active_frames
 
 _PENALTY = 1.0
-_CONSTANT = 1e-6
-"""Spread of a constant value, relative to the largest spread. It exceeds rounding errors of float32."""
+_LIMIT = 2000
+"""Maximum number of training clips. A clip has hundreds of frames."""
 _BEFORE = 0.25
 """Seconds before and after a frame."""
 _CLIPS = 64
@@ -44,7 +44,7 @@ def measure_frame_model(data: Population, objective: Events, rng: np.random.Gene
     tests = {split: data.read_role(split) for split in ("test", "client_test", "validation")}
     if any(len(part) for split in ("test", "client_test") for part in tests[split]):
         del tests["validation"]
-    model = _fit(draw_clips(data.read_role("train"), LIMIT, rng))
+    model = _fit(draw_clips(data.read_role("train"), _LIMIT, rng))
     if model is None:
         return [], "Raw features have no score, because no training clip has the times of events."
     controls = []
@@ -88,8 +88,7 @@ def _fit(parts: Sequence[Examples]) -> _FrameModel | None:
     count, total, squares, activity, products = sums
     mean, intercept = total / count, activity / count
     covariance = squares - count * np.outer(mean, mean)
-    spread = np.sqrt(np.maximum(covariance.diagonal() / count, 0))
-    spread[spread <= _CONSTANT * spread.max()] = np.inf  # removes constant values
+    spread = remove_constants(np.sqrt(np.maximum(covariance.diagonal() / count, 0)))
     gram = covariance / np.outer(spread, spread) + _PENALTY * np.eye(len(mean))
     weights = np.linalg.solve(gram, (products - np.outer(mean, activity)) / spread[:, None])
     return _FrameModel(mean, spread, weights, intercept)

@@ -10,14 +10,11 @@ import numpy as np
 import torch
 
 from raydfl.controls._classification import INTERVALS
-from raydfl.controls._clips import LIMIT, describe_clips, draw_clips
+from raydfl.controls._clips import LIMIT, describe_clips, draw_clips, remove_constants
 from raydfl.controls._control import RAW, Control
 from raydfl.core.metrics import summarise
 from raydfl.data import Examples, Population
 from raydfl.objectives import Objective
-
-_CONSTANT = 1e-6
-"""Spread of a constant value, relative to the largest spread. It exceeds rounding errors of float32."""
 
 
 def measure_verifiers(data: Population, objective: Objective, rng: np.random.Generator) -> tuple[list[Control], str]:
@@ -35,8 +32,7 @@ def measure_verifiers(data: Population, objective: Objective, rng: np.random.Gen
     tests = data.read_role("test")
     if not values or not tests:
         return [], "Raw features have no score, because the server has no test clips."
-    mean, spread = np.concatenate(values).mean(axis=0), np.concatenate(values).std(axis=0)
-    spread[spread <= _CONSTANT * spread.max()] = np.inf  # removes constant values
+    mean, spread = np.concatenate(values).mean(axis=0), remove_constants(np.concatenate(values).std(axis=0))
     tested, clips = _describe(tests[0])
     scores = summarise(objective.metrics(torch.from_numpy((tested - mean) / spread), clips))
     found = {"chance": 0.5, f"{RAW}cosine": scores["eer"].value} if "eer" in scores else {}

@@ -86,7 +86,7 @@ def describe_protocol(results: StudyResults) -> list[str]:
     if settings.domains:
         return notes
     if not settings.confirmatory:
-        return ["Exploratory: the study draws no conclusions.", *notes]
+        return ["Exploratory: the study draws no conclusions.", *notes, *_describe_pairs(results)]
     count = results.study.comparisons
     return [
         f"A conclusion needs an interval without 0 after Bonferroni's correction ({count} comparison{'s' * (count != 1)}). "
@@ -102,7 +102,7 @@ def describe_protocol(results: StudyResults) -> list[str]:
 
 def _describe_pairs(results: StudyResults) -> Iterator[str]:
     for name, (difference, conclusion) in results.further.items():
-        yield f"{name}: {difference}, n = {difference.n}: {conclusion}."
+        yield f"{name}: {difference}, n = {difference.n}{f': {conclusion}' * bool(conclusion)}."
 
 
 def _describe_plateaus(results: StudyResults) -> Iterator[str]:

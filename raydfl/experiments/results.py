@@ -431,8 +431,6 @@ def _has_learned(contestant: Contestant, measured: Contestant | None) -> bool:
 
 def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Add conclusions to the contestants of a confirmatory study."""
-    if not study.settings.confirmatory:
-        return list(contestants)
     by_labels = {contestant.labels: contestant for contestant in contestants}
     concluded = []
     for contestant in contestants:
@@ -445,7 +443,12 @@ def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestan
 def _describe_conclusion(
     study: Study, contestant: Contestant, control: Contestant, difference: Difference | None, comparisons: int
 ) -> str:
-    """Describe the conclusion from a difference between two contestants, or the reason for a missing conclusion."""
+    """Describe the conclusion from a difference between two contestants, or the reason for a missing conclusion.
+
+    Exploratory studies have no conclusions.
+    """
+    if not study.settings.confirmatory:
+        return ""
     if difference is not None and difference.n < len(contestant.trials):
         return "unfinished"  # A decision before the planned number of repeats would favour chance results.
     if not contestant.learned:

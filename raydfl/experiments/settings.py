@@ -142,7 +142,7 @@ class MetricSettings(Settings):
 
     @property
     def sign(self) -> float:
-        """Factor with which larger values are better."""
+        """1 if larger values are better, -1 if smaller ones are."""
         return 1.0 if self.best == "max" else -1.0
 
 
@@ -379,6 +379,8 @@ class StudySettings(Settings):
 
     def _check_pairs(self) -> None:
         """Check that the pairs of ``compare`` name known labels of equal axes."""
+        if self.compare and self.domains:
+            raise ValueError("compare does not fit a study with domains, whose draws are ranked. Remove compare")
         for number, pair in enumerate(self.compare):
             if not pair[0].keys() == pair[1].keys() != set():
                 raise ValueError(

@@ -50,8 +50,8 @@ class CuttingMethod(Method, ABC):
     share_of: Annotated[
         Literal["channels", "weights"],
         Field(
-            description="Base of the fraction. channels: the channels of each layer. weights: the weights of the network, as "
-            "nearly as whole channels allow."
+            description="Base of the fraction. channels: the channels of each layer. weights: the trainable weights of the "
+            "network, as nearly as whole channels allow."
         ),
         PAPER,
     ] = "channels"

@@ -261,6 +261,10 @@ def test_further_pairs_are_compared_and_counted(finished_study: Study) -> None:
     assert difference.mean == pytest.approx(np.mean(np.subtract(*scores)))
     assert conclusion == "better"
     assert f"FedProx minus fast (clean): {difference}, n = 5: better." in describe_results(results)
+    finished_study.file.write_text(yaml.safe_dump(values | {"exploratory": True}))
+    notes = describe_results(read_results(load_study(finished_study.file)))
+    assert f"FedProx minus fast (clean): {difference}, n = 5." in notes  # without a conclusion
+    finished_study.file.write_text(yaml.safe_dump(values))
     part = load_study(finished_study.file, only=["condition=clean", "method=FedAvg,FedProx"])
     assert part.comparisons == 4  # the planned ones, so that a selection is not corrected less
     for pair, message in (
