@@ -30,9 +30,9 @@ def draw_clips(parts: Sequence[Examples], limit: int, rng: np.random.Generator) 
 
 
 def remove_constants(spread: np.ndarray) -> np.ndarray:
-    """Return standard deviations [values] for a division: infinite for constant values, which then become 0.
+    """Replace the standard deviations of constant values by infinity: float64 [values].
 
-    Values are constant up to rounding errors of float32.
+    A division by infinity removes a value. Constant values have the rounding errors of float32.
     """
     return np.where(spread <= _CONSTANT * spread.max(), np.inf, spread)
 
