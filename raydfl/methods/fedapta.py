@@ -19,7 +19,7 @@ is ``hdbscan`` by default (docs/methods.md#groups-of-clients). With ``ratio: 0``
 FedAvg to the bit.
 
 The paper's release cannot run: its solver, pruning, recovery and clustering are missing. Readings (more in
-docs/papers.md#readings-of-fedapta):
+docs/fedapta.md#readings-of-fedapta):
 
 - Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts
   all weights N of the network: sum_k p_k N_k = rho_i N. A ratio above the prunable fraction is then rejected.

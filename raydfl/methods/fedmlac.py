@@ -17,7 +17,7 @@ Readings and deviations:
 - The paper does not give alpha, vl, vh and the temperature. They are 0.5, 0.1, 0.1 and 1 here. A temperature T softens both outputs
   and multiplies the divergence by T^2, so that gradients keep their size.
 - ``form: literal`` is equation 9 as printed: the plug-in learns only from the local model, which takes many rounds
-  (docs/papers.md#fedmlac). ``form: supervised`` adds cross-entropy to the plug-in's loss with weight 1. A number sets the weight.
+  (docs/fedmlac.md). ``form: supervised`` adds cross-entropy to the plug-in's loss with weight 1. A number sets the weight.
 - The paper does not define the initial local models. At a client's first participation, ``warm_epochs`` epochs train its local
   model alone with cross-entropy. Without them the plug-in first learns from untrained teachers. They cost computation, but no
   communication.

@@ -14,7 +14,7 @@ Deviations:
   ratio with the largest discounted mean + exploration sqrt(ln(all tries) / tries) (UCB).
 - T_k is not measured but modelled, n_k (1 - p_k) / speed_k, so that results do not depend on the machine or on a resume. The
   paper divides by |T_k - mean T| alone, which may be 0. Here 1 is added to its ratio to the mean.
-- The pruned model is sent as a masked model. Masks save neither time nor memory nor bytes (docs/papers.md#masks-save-nothing).
+- The pruned model is sent as a masked model. Masks save neither time nor memory nor bytes (docs/fedapta.md#masks-save-nothing).
 - Means are weighted by examples, so that ``ratios: [0]`` is FedAvg.
 
 Each round records ``fedmp/ratio``, the cohort's mean ratio.

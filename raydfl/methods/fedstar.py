@@ -10,8 +10,7 @@ client computes one forward pass z = f(x_l, x_u), with dropout, over clips x_l w
     tau         from threshold's first to its second value along half a cosine over the rounds, 1 for the first round
 
 The objective must be ``classify``, and ``data.unlabelled`` sets the pools (docs/data.md#dataunlabelled).
-docs/papers.md#fedstar has the
-paper's settings and its baselines.
+docs/fedstar.md has the paper's settings and its baselines.
 
 An epoch is one pass over the unlabelled clips, with ``train.batch_size`` / 2 per step. Labelled clips repeat, equally many per
 step. The optimiser is Adam at 0.001 with ``eps: 1e-7``, restarted in each round.

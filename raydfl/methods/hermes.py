@@ -13,7 +13,7 @@ its round, and a returning client takes over all means since its last participat
 pause. The server's ``global`` is the model of a client before its first participation.
 
 Deviations: a client without held-out clips measures on its training data. Hidden units of recurrent layers, absent from the
-paper, are pruned too. Filters are masked. Masks save neither time nor memory nor bytes (docs/papers.md#masks-save-nothing). A
+paper, are pruned too. Filters are masked. Masks save neither time nor memory nor bytes (docs/fedapta.md#masks-save-nothing). A
 client never regains pruned filters.
 
 The objective must be ``classify``. Clients are measured with their own models, the server with the model before the first

@@ -23,8 +23,7 @@ Readings and deviations:
 - Heads and the mean (``uniform_mean``) are those of MultiFL. The fusion reads zeros for a clip's missing view.
 - Both phases accept any views. ``student`` names the student's view, and all views teach.
 
-Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views).
-docs/papers.md#modalitymirror has
+Networks and data are as in all methods of several views (docs/methods.md#methods-of-several-views). docs/modality-mirror.md has
 studies and jobs.
 
     raydfl run jobs/tiny.yaml run.name=mirror train.rounds=2 method=modality_mirror \

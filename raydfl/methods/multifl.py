@@ -17,7 +17,7 @@ all of its networks.
 Readings and deviations:
 
 - The paper does not define who trains which head. ``heads`` has both readings. The choice decides much of the result
-  (docs/papers.md#modalitymirror).
+  (docs/modality-mirror.md).
 - The mean is uniform (``uniform_mean``), as in the algorithm. ``rule: weighted_mean`` weights by examples, as in FedAvg.
 - The original MultiFL learns autoencoders without labels and a classifier at the server. The paper's baseline does not.
 - In a round without clients of a kind, their networks keep their values. ``clients/fused`` and ``clients/apart`` count the clients

@@ -20,10 +20,8 @@ Options: ``lam`` is l0 and l1, ``warm_rounds`` Tw, ``total_rounds`` T, ``renewal
 A_k is the area under the ROC curve on client k's validation clips. It is undefined without anomalous clips. Then the client keeps
 its learning rate, and (4) uses the mean of the defined A_k. If no client has an A_k, (4) uses FedAvg's weights.
 
-Readings. The paper leaves the first term of the loss open, and the authors' code differs from the paper.
-docs/papers.md#fed-profila-ad has
-baselines and jobs. ``profila_as_run`` has the alternatives as
-options:
+Readings. The paper leaves the first term of the loss open, and the authors' code differs from the paper. docs/profila.md has
+baselines and jobs. ``profila_as_run`` has the alternatives as options:
 
 - The first term is the code's. The batch's mean is aligned, with its whole gradient.
 - Lambda rises after the warm-up, as in the code. In the printed equation 5 it falls.

@@ -12,7 +12,7 @@ microphone is added after the room.
 
 Training and test clips have the same kind of room. With ``t60: 0`` and ``snr_db: null`` both views are equal. The job
 ``jobs/modality_mirror/near_and_far.yaml`` trains ModalityMirror and its baselines on this set
-(docs/papers.md#two-microphones-of-one-event). docs/data.md#views explains views.
+(docs/modality-mirror.md#two-microphones-of-one-event). docs/data.md#views explains views.
 
     data:
       name: near_and_far
