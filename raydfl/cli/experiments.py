@@ -29,7 +29,7 @@ def describe_study(study: Study) -> str:
     settings = study.settings
     lines = [settings.title, *filter(None, [settings.question])]
     lines += [f"  {name}: {', '.join(labels)}" for name, labels in settings.axes.items()]
-    lines += [f"  {key}: {domain.kind} {label_of(list(domain.values))}" for key, domain in settings.domains.items()]
+    lines += [f"  {key}: {domain.kind} {label_of(list(domain.values))}" for key, domain in study.searched.items()]
     cells, shared = len(study.cells), len(study.trials) - len(study.distinct)
     counts = [f"{cells} cell{'s' if cells > 1 else ''}"] if study.axes else []
     counts.append(f"{study.total} runs" + (f" ({shared} shared by cells)" if shared else ""))
@@ -79,7 +79,7 @@ def _print(console: Console, results: StudyResults) -> None:
     """Print the table and the notes. Lines separate the values of the leading axes."""
     study = results.study
     headings, lines = make_summary_table(results)
-    left = len(study.axes) + (1 + len(study.settings.domains) if study.settings.domains else 0)
+    left = len(study.axes) + (1 + len(study.searched) if study.searched else 0)
     table = Table(title=study.settings.title, title_justify="left")
     for place, name in enumerate(headings):
         table.add_column(Text(name), justify="left" if place < left else "right", overflow="fold")

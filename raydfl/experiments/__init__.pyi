@@ -13,6 +13,5 @@ from raydfl.experiments.run import run_study as run_study
 from raydfl.experiments.run import run_sweep as run_sweep
 from raydfl.experiments.settings import label_of as label_of
 from raydfl.experiments.study import Study as Study
-from raydfl.experiments.study import corners as corners
 from raydfl.experiments.tables import make_full_table as make_full_table
 from raydfl.experiments.tables import make_summary_table as make_summary_table

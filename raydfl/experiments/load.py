@@ -21,7 +21,7 @@ from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
 from raydfl.experiments.protocol import LABELS, TRIALS
-from raydfl.experiments.results import collect
+from raydfl.experiments.results import Contestant, collect
 from raydfl.experiments.settings import (
     FORMER,
     StudySettings,
@@ -32,7 +32,7 @@ from raydfl.experiments.settings import (
     raise_first,
 )
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, corners
+from raydfl.experiments.study import Study, Trial
 from raydfl.methods import Method
 from raydfl.runs import Progress
 
@@ -72,11 +72,15 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.domains:
         check_domains(study)
     if settings.tuned is not None:
-        search, tuned, untuned = read_tuned(study, file.parent / settings.tuned)
-        domains = search.settings.domains
+        search, best, untuned = read_tuned(study, file.parent / settings.tuned)
+        tuned = {labels: dict(contestant.values) for labels, contestant in best.items()}
         extreme = {
-            labels: [key for key, value in values.items() if domains[key].is_extreme(value)]
-            for labels, values in tuned.items()
+            labels: [
+                key
+                for key, domain in search.settings.get_domains(contestant.labels).items()
+                if domain.is_extreme(contestant.values[key])
+            ]
+            for labels, contestant in best.items()
         }
         study = replace(study, tuned=tuned, extreme=extreme, untuned=untuned)
     study = replace(study, trials=_make_trials(study))
@@ -148,11 +152,12 @@ def _make_trials(study: Study) -> tuple[Trial, ...]:
     """
     if study.settings.sequential:
         return ()
-    draws = [study.draw(number) for number in range(study.samples)] if study.settings.domains else [{}]
+    numbers = range(study.samples)
     trials: list[tuple[int, Trial]] = []
     faults = defaultdict[str, list[str]](list)
     for labels in study.cells:
         try:
+            draws = [study.draw(number, labels) for number in numbers] if study.settings.domains else [{}]
             for (index, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws):
                 trials.append((index, study.trial(study.point(labels, draw, repeat))))
         except ConfigError as error:
@@ -198,7 +203,7 @@ def check_domains(study: Study) -> None:
     Raises:
         ConfigError: A domain, the metric or the scheduler is not valid.
     """
-    for values in corners(study.settings):
+    for values in study.corners():
         try:
             study.make_corner_trial(values)
         except ConfigError as error:
@@ -229,7 +234,7 @@ def check_domains(study: Study) -> None:
         f"evaluate.every.": every > rounds and settings.scheduler.name != "none",
     }
     for key, domain in settings.domains.items():
-        lows = next(corners(settings))
+        lows = next(study.corners())
         if len({study.make_corner_trial({**lows, key: end}).config.digest() for end in domain.ends()}) < len(
             domain.ends()
         ):
@@ -257,12 +262,12 @@ def check_domains(study: Study) -> None:
 
 def read_tuned(
     study: Study, path: Path
-) -> tuple[Study, dict[tuple[str, ...], dict[str, Any]], tuple[tuple[str, ...], ...]]:
+) -> tuple[Study, dict[tuple[str, ...], Contestant], tuple[tuple[str, ...], ...]]:
     """Read the best draw of each contestant from the results of a search.
 
     Returns:
-        The search, settings by the labels of the study's cells, and the cells of trained controls that the search lacks. Those
-        have the settings of the study's control.
+        The search, the best draws by the labels of the study's cells, and the cells of trained controls that the search lacks.
+        Those have the draw of the study's control.
 
     Raises:
         ConfigError: The search does not fit the study, is unfinished, or has unequal numbers of trials.
@@ -307,7 +312,7 @@ def read_tuned(
             f"{where} has {fewest} trials per contestant, but the protocol requires {TRIALS}. Raise samples there."
         )
     axis, controls = study.contestants_axis, [LABELS[name] for name in study.settings.trained_controls]
-    tuned, untuned = {}, []
+    best, untuned = {}, []
     for labels in study.cells:
         by_axis = dict(zip(study.axes, labels, strict=True))
         if by_axis.get(axis) in controls and axis in search.axes and by_axis[axis] not in tuning.axes[axis]:
@@ -316,8 +321,8 @@ def read_tuned(
         key = tuple(by_axis[name] for name in search.axes)
         if key not in finished:
             raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
-        tuned[labels] = dict(finished[key][0].values)
-    return search, tuned, tuple(untuned)
+        best[labels] = finished[key][0]
+    return search, best, tuple(untuned)
 
 
 def _get_value(values: Mapping[str, Any], key: str) -> Any:

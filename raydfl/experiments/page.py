@@ -102,12 +102,12 @@ def _show_best(results: StudyResults) -> Section:
 def _show_runs(results: StudyResults) -> Section:
     """Make the section with the state of each run, and a link to an existing report."""
     study, rows = results.study, []
-    names = [*study.axes, *study.settings.domains]
+    names = [*study.axes, *study.searched]
     for run in results.runs:
         state = f"{run['state']}, worthless: {run['problems']}" if run.get("worthless") else run["state"]
         page = Markup('<a href="{0}/report.html">{0}</a>').format(run["run"])
         link = page if (study.folder / str(run["run"]) / "report.html").exists() else run["run"]
-        rows.append([*(describe_value(run[name]) for name in names), run["repeat"], state, link])
+        rows.append([*(describe_value(run.get(name, "-")) for name in names), run["repeat"], state, link])
     headings = (*names, "repeat", "state", "run")
     return Section("Runs", headings=headings, rows=rows, folded=f"{len(rows)} runs")
 
@@ -307,7 +307,7 @@ def _draw_importance(results: StudyResults) -> Iterator[Plot]:
 
 def _draw_parallel(results: StudyResults) -> Iterator[Plot]:
     """Draw each draw as a line across vertical axes for settings and score, with a stronger colour for better scores."""
-    domains = results.study.settings.domains
+    domains = results.study.searched
     ranked = [cell for cell in results.contestants if math.isfinite(cell.score(results.summary).mean)]
     if len(ranked) < 2 or not domains:
         return
@@ -321,7 +321,9 @@ def _draw_parallel(results: StudyResults) -> Iterator[Plot]:
         x = np.arange(len(ticks))
         for index in sorted(range(len(ranked)), key=lambda index: (ranked[index] is results.best, strength[index])):
             cell = ranked[index]
-            places = [*(domain.position(cell.values[key]) for key, domain in domains.items()), heights[index]]
+            places = [
+                domain.position(cell.values[key]) if key in cell.values else math.nan for key, domain in domains.items()
+            ] + [float(heights[index])]
             best = cell is results.best
             colour, width, alpha = (SERIES[1], 2.0, 1.0) if best else (SERIES[0], 1.0, 0.15 + 0.7 * strength[index])
             axes.plot(x, places, "-" if cell.complete else "--", color=colour, alpha=alpha, linewidth=width)

@@ -540,11 +540,12 @@ def measure_importance(study: Study, scored: Sequence[tuple[Mapping[str, Any], f
         scored: Draws with their scores. Non-finite scores are ignored.
 
     Returns:
-        Importance by domain, with the sum 1. Empty with too few scores, or if no setting has an effect.
+        Importance by domain, with the sum 1. Empty with too few scores, if labels have own domains, or if no setting
+        has an effect.
     """
     known = [(values, score) for values, score in scored if math.isfinite(score)]
     domains = study.settings.domains
-    if not domains or len(known) < FEWEST:
+    if not domains or study.searched != domains or len(known) < FEWEST:
         return {}
     from sklearn.ensemble import RandomForestRegressor  # Importing it takes a second.
     from sklearn.inspection import permutation_importance

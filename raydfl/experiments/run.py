@@ -37,7 +37,7 @@ from raydfl.experiments.page import write_page
 from raydfl.experiments.records import check_results
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, corners
+from raydfl.experiments.study import Study, Trial
 from raydfl.experiments.tables import write_tables
 from raydfl.runs import Progress, Tracker, default_progress, make_tracker
 
@@ -130,7 +130,7 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         parallel = 1  # Actors at sites are outside placement groups, so parallel runs could deadlock.
     with _quiet_tune(), connect_ray(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
         on_cluster = compute_on_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
-        needed = [study.make_corner_trial(values) for values in corners(settings)] if settings.sequential else waiting
+        needed = [study.make_corner_trial(values) for values in study.corners()] if settings.sequential else waiting
         prepare(needed, progress, on_cluster)
         groups = {str(bundles): bundles for bundles in (_make_bundles(study, trial) for trial in needed)}.values()
         for bundles in groups:

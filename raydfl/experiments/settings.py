@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -218,8 +220,8 @@ class StudySettings(Settings):
     )
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict,
-        description="Settings by axis and label. A label may also set base, repeat or metric of its cells. An axis with the name "
-        "of a setting may have a list of values instead of labels.",
+        description="Settings by axis and label. A label may also set base, repeat or metric of its cells, and further or other "
+        "domains. An axis with the name of a setting may have a list of values instead of labels.",
     )
     domains: dict[str, Domain] = Field(
         default_factory=dict,
@@ -454,8 +456,59 @@ class StudySettings(Settings):
             raise ConfigError(f"axes.{axis}.{label}: controls.{name} has this label too. Rename or remove it.")
         self.axes[axis][label] = settings
 
+    def get_domains(self, labels: Sequence[str]) -> dict[str, Domain]:
+        """Return the domains of a cell: the study's, with the further and other domains of its labels.
+
+        Args:
+            labels: A label of each axis.
+
+        Raises:
+            ConfigError: A domain of a label is not valid.
+        """
+        domains = dict(self.domains)
+        for (name, axis), label in zip(self.axes.items(), labels, strict=True):
+            own = axis[label].get("domains", {})
+            if not isinstance(own, Mapping):
+                raise ConfigError(f"axes.{name}.{label}.domains is {own!r}, but must be a group of domains by setting.")
+            for key, domain in own.items():
+                domains[key] = check_settings(domain, Domain, f"axes.{name}.{label}.domains.{key}")
+        return domains
+
+    def _check_label_domains(self) -> None:
+        """Check that the domains of labels belong to a grid, with equally many combinations in every cell."""
+        own = [f"axes.{name}.{label}" for name, axis in self.axes.items() for label in axis if "domains" in axis[label]]
+        if not own:
+            return
+        raise_first({
+            f"{own[0]}.domains changes the domains of a search. Add domains to the study.": not self.domains,
+            f"{own[0]}.domains needs searcher: grid.": self.searcher != "grid",
+        })  # fmt: skip
+        counts = dict[int, str]()
+        for labels in itertools.product(*self.axes.values()):
+            domains = self.get_domains(labels)
+            self._check_listed(domains, f"{', '.join(labels)}: domains")
+            counts.setdefault(math.prod(len(domain.values) for domain in domains.values()), ", ".join(labels))
+        if len(counts) > 1:
+            listed = "; ".join(f"{name}: {count}" for count, name in counts.items())
+            raise ConfigError(
+                f"axes: contestants have unequal numbers of trials ({listed}). Give each as many combinations of its domains."
+            )
+
+    def _check_listed(self, domains: Mapping[str, Domain], where: str) -> None:
+        """Check that the domains are of the searcher's kind."""
+        grid, faults = self.searcher == "grid", dict[str, object]()
+        for key, domain in domains.items():
+            faults |= {
+                f"{where}.{key}: searcher grid needs a list of values, not {domain.kind}. Write {{grid: [...]}}.":
+                grid and not domain.listed,
+                f"{where}.{key}: grid needs searcher: grid. For searcher {self.searcher} write {{choice: [...]}}.":
+                not grid and domain.kind == "grid",
+            }  # fmt: skip
+        raise_first(faults)
+
     def _check_search(self) -> None:
         """Reject searchers and schedulers that do not fit the domains."""
+        self._check_label_domains()
         if not self.domains:
             scheduled = self.scheduler.name != "none"
             keys = {"samples": self.samples, "scheduler": scheduled, "patience": self.patience}
@@ -465,15 +518,8 @@ class StudySettings(Settings):
             return
         pbt, grid, optuna = self.population is not None, self.searcher == "grid", self.searcher == "optuna"
         several = any(len(values) > 1 for values in (self.repeat or {}).values())
-        faults: dict[str, object] = {}
-        for key, domain in self.domains.items():
-            faults |= {
-                f"domains.{key}: searcher grid needs a list of values, not {domain.kind}. Write {{grid: [...]}}.":
-                grid and not domain.listed,
-                f"domains.{key}: grid needs searcher: grid. For searcher {self.searcher} write {{choice: [...]}}.":
-                not grid and domain.kind == "grid",
-            }  # fmt: skip
-        raise_first(faults | {
+        self._check_listed(self.domains, "domains")
+        raise_first({
             "samples: searcher grid trains all combinations. Remove samples.": grid and self.samples,
             f"searcher: {self.searcher} does not fit scheduler pbt. Set searcher: random.": pbt and (grid or optuna),
             "patience does not fit scheduler pbt, which trains all members equally. Remove patience.": pbt and self.patience,

@@ -28,6 +28,7 @@ from raydfl.core.part_names import qualify
 from raydfl.data import find_dataset
 from raydfl.engine import Config, apply_overrides, holds_out, make_config
 from raydfl.engine.storage import RunStore, read_about, read_rows, round_of
+from raydfl.experiments.domains import Domain
 from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay, plain_value
 from raydfl.runs.report import Key
 
@@ -35,6 +36,8 @@ _CORNERS = 32
 """Maximum number of checked corners of the domains. If the domains have more, this number is drawn."""
 _SAMPLES = 10
 """Default number of draws."""
+_NOT_SETTINGS = ("base", "repeat", "metric", "domains")
+"""Keys of a label that are not settings of its runs."""
 Point = dict[str, Any]
 
 
@@ -159,7 +162,7 @@ class Study:
     @property
     def samples(self) -> int:
         """Number of draws from the domains; 1 without domains."""
-        domains = self.settings.domains
+        domains = self.settings.get_domains(self.cells[0])  # of equal size in all cells
         if self.settings.searcher == "grid" or not domains:
             return math.prod(len(domain.values) for domain in domains.values())
         return self.settings.samples or _SAMPLES
@@ -172,7 +175,7 @@ class Study:
     @cached_property
     def first(self) -> Trial:
         """A trial at a corner of the domains, used for the common settings of all trials."""
-        return self.make_corner_trial(next(corners(self.settings)))
+        return self.make_corner_trial(next(self.corners()))
 
     def make_corner_trial(self, values: Mapping[str, Any]) -> Trial:
         """Make a trial of the first cell with these values of the domains."""
@@ -203,9 +206,32 @@ class Study:
         """Return the path of an output file of the study: ``output(".csv")``."""
         return self.folder / f"{self.file.stem}{suffix}"
 
-    def draw(self, number: int) -> Point:
-        """Draw values from the domains. The values of a setting are independent of all further domains."""
-        domains = self.settings.domains
+    def corners(self) -> Iterator[dict[str, Any]]:
+        """Yield combinations of the ends of the first cell's domains."""
+        return corners(self.settings.get_domains(self.cells[0]), self.settings.seed)
+
+    @cached_property
+    def searched(self) -> dict[str, Domain]:
+        """All domains, of the study and of its labels. The values of different labels are joined."""
+        searched = dict(self.settings.domains)
+        for labels in itertools.product(*self.settings.axes.values()):
+            for key, domain in self.settings.get_domains(labels).items():
+                known = searched.get(key, domain)
+                if known != domain:
+                    values = {*known.values, *domain.values}
+                    numbers = all(isinstance(value, int | float) for value in values)
+                    known = Domain(grid=sorted(values, key=None if numbers else label_of))
+                searched[key] = known
+        return searched
+
+    def draw(self, number: int, labels: Sequence[str] = ()) -> Point:
+        """Draw values from the domains of a cell. The values of a setting are independent of all further domains.
+
+        Args:
+            number: Number of the draw, from 0.
+            labels: Labels of the cell. Empty: the first cell.
+        """
+        domains = self.settings.get_domains(labels or self.cells[0])
         if self.settings.searcher == "grid":
             combinations = itertools.product(*(domain.values for domain in domains.values()))
             values = dict(zip(domains, next(itertools.islice(combinations, number, None)), strict=True))
@@ -246,11 +272,11 @@ class Study:
             ConfigError: The configuration of the point is not valid.
         """
         labels = tuple(str(point[name]) for name in self.axes)
-        values = {key: plain_value(point[key]) for key in self.settings.domains}
+        values = {key: plain_value(point[key]) for key in self.settings.get_domains(labels)}
         repeat = str(point.get("repeat") or next(iter(self.repeats(labels))))
         layers = [("settings", self.settings.settings)]
         for (name, axis), label in zip(self.settings.axes.items(), labels, strict=True):
-            layer = {key: value for key, value in axis[label].items() if key not in ("base", "repeat", "metric")}
+            layer = {key: value for key, value in axis[label].items() if key not in _NOT_SETTINGS}
             layers.append((f"axes.{name}.{label}", layer))
         layers += [
             ("tuned", dict(self.tuned.get(labels, {}))),
@@ -389,12 +415,16 @@ def _make_run_name(words: Sequence[str], config: Config, identity: str) -> str:
     return f"{re.sub(r'[^a-z0-9.=]+', '-', '-'.join(words).lower()).strip('-.')[:80]}-{identity}"
 
 
-def corners(settings: StudySettings) -> Iterator[dict[str, Any]]:
+def corners(domains: Mapping[str, Domain], seed: int = 1) -> Iterator[dict[str, Any]]:
     """Yield combinations of the ends of all domains.
 
     With too many combinations, yield a subset: the first, the last, each end of each domain, and random combinations.
+
+    Args:
+        domains: Domains by setting.
+        seed: Seed of the random combinations.
     """
-    ends = {key: domain.ends() for key, domain in settings.domains.items()}
+    ends = {key: domain.ends() for key, domain in domains.items()}
     if math.prod(map(len, ends.values())) <= _CORNERS:
         for chosen in itertools.product(*ends.values()):
             yield dict(zip(ends, chosen, strict=True))
@@ -405,7 +435,7 @@ def corners(settings: StudySettings) -> Iterator[dict[str, Any]]:
     for key, values in ends.items():
         for value in values:
             yield {**lows, key: value}
-    rng = seeds.generator(settings.seed, 0, "", "search corners")
+    rng = seeds.generator(seed, 0, "", "search corners")
     for _ in range(_CORNERS):
         yield {key: values[int(rng.integers(len(values)))] for key, values in ends.items()}
 

@@ -33,10 +33,12 @@ Table = tuple[list[str], list[list[str]]]
 
 def make_full_table(results: StudyResults) -> Table:
     """Make a table with a line per contestant and all its results."""
-    domains, texts = results.study.settings.domains, _columns(results)
+    domains, texts = results.study.searched, _columns(results)
     lines = []
     for contestant in results.contestants:
-        draw = [contestant.draw, *(describe_value(contestant.values[key]) for key in domains)] if domains else []
+        draw = (
+            [contestant.draw, *(describe_value(contestant.values.get(key, "-")) for key in domains)] if domains else []
+        )
         lines.append([*contestant.labels, *draw, *(text(contestant) for text in texts.values())])
     return [*results.study.axes, *(["draw", *domains] if domains else []), *texts], lines
 

@@ -441,6 +441,56 @@ def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFil
     assert "Best at an end of the tried range, so a wider range may be better: FedAvg." in notes
 
 
+def test_a_contestant_may_be_tuned_over_its_own_option(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
+    # Eight trials for each: eight rates for FedAvg, four rates and two values of mu for FedProx.
+    own = {"train.optimiser.lr": {"grid": [0.02, 0.04, 0.05, 0.06]}, "method.mu": {"grid": [0.25, 1]}}
+    axes = {
+        "FedAvg": {"method": "fedavg"},
+        "FedProx": {"method": {"name": "fedprox", "mu": 0.5}, "domains": own},
+    }
+    search = load_study(write_tuning(grid, axes={"method": axes}))
+    prox = [trial for trial in search.trials if trial.labels == ("FedProx",)]
+    assert {(trial.config.train.optimiser.lr, trial.config.method["mu"]) for trial in prox} == {
+        (rate, mu) for rate in (0.02, 0.04, 0.05, 0.06) for mu in (0.25, 1)
+    }
+    for trial in search.trials:
+        if not trial.run_dir.exists():
+            distance = abs(trial.values["train.optimiser.lr"] - 0.05) + trial.values.get("method.mu", 0) / 10
+            write_run_folder(trial, {"validation model/accuracy": [0.9 - distance] * ROUNDS})
+    study = load_study(grid(**tuned_keys))
+    assert study.tuned == {
+        ("FedAvg",): {"train.optimiser.lr": pytest.approx(0.03)},
+        ("FedProx",): {"train.optimiser.lr": 0.05, "method.mu": 0.25},
+    }
+    assert study.extreme == {("FedAvg",): [], ("FedProx",): ["method.mu"]}
+    assert {trial.config.method["mu"] for trial in study.trials if trial.labels == ("FedProx",)} == {0.25}
+    results = read_results(search)
+    headings, lines = make_full_table(results)
+    option = headings.index("method.mu")
+    assert {line[option] for line in lines if line[0] == "FedAvg"} == {"-"}
+    assert {line[option] for line in lines if line[0] == "FedProx"} == {"0.25", "1"}
+
+
+@pytest.mark.parametrize(
+    ("domains", "changes", "message"),
+    [
+        ({"method.mu": {"grid": [0.1, 1]}}, {}, r"unequal numbers of trials \(FedAvg: 8; FedProx: 16\)"),
+        ({"method.mu": {"uniform": [0.1, 1.0]}}, {}, "FedProx: domains.method.mu: searcher grid needs a list"),
+        ({"method.mu": 1}, {}, r"axes\.method\.FedProx\.domains\.method\.mu"),
+        ([0.1], {}, "but must be a group of domains by setting"),
+        ({"method.mu": {"grid": [1]}}, {"searcher": "random"}, "needs searcher: grid"),
+        ({"method.mu": {"grid": [1]}}, {"domains": {}, "searcher": None}, "Add domains to the study"),
+        ({"method.nu": {"grid": [1]}}, {}, "FedProx: .*'nu'"),
+    ],
+)
+def test_wrong_domains_of_a_label_are_named(
+    grid: StudyFile, domains: Any, changes: dict[str, Any], message: str
+) -> None:
+    labels = {"FedAvg": {"method": "fedavg"}, "FedProx": {"method": "fedprox", "domains": domains}}
+    with pytest.raises(ConfigError, match=message):
+        load_study(write_tuning(grid, axes={"method": labels}, **changes))
+
+
 def test_unequal_tuning_is_refused(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
     search = load_study(write_tuning(grid))
     shutil.rmtree(search.trials[0].run_dir)
