@@ -20,7 +20,7 @@ from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
-from raydfl.experiments.protocol import LABELS, TRIALS
+from raydfl.experiments.protocol import LABELS, TRIALS, drop_replaced
 from raydfl.experiments.results import Contestant, collect
 from raydfl.experiments.settings import (
     FORMER,
@@ -72,17 +72,7 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.domains:
         check_domains(study)
     if settings.tuned is not None:
-        search, best, untuned = read_tuned(study, file.parent / settings.tuned)
-        tuned = {labels: dict(contestant.values) for labels, contestant in best.items()}
-        extreme = {
-            labels: [
-                key
-                for key, domain in search.settings.get_domains(contestant.labels).items()
-                if domain.is_extreme(contestant.values[key])
-            ]
-            for labels, contestant in best.items()
-        }
-        study = replace(study, tuned=tuned, extreme=extreme, untuned=untuned)
+        study = _take_tuned_settings(study, file.parent / settings.tuned)
     study = replace(study, trials=_make_trials(study))
     if settings.confirmatory:
         check_protocol(study)
@@ -258,6 +248,25 @@ def check_domains(study: Study) -> None:
 
 
 # -- protocol --------------------------------------------------------------------------------------------------------
+
+
+def _take_tuned_settings(study: Study, path: Path) -> Study:
+    """Return the study with the best settings of a search. A control's own settings take precedence."""
+    search, best, untuned = read_tuned(study, path)
+    tuned = {labels: dict(contestant.values) for labels, contestant in best.items()}
+    for name, changes in study.settings.controls.items():
+        for labels in untuned:
+            if LABELS.get(name) in labels:
+                tuned[labels] = drop_replaced(tuned[labels], name, changes)
+    extreme = {
+        labels: [
+            key
+            for key, domain in search.settings.get_domains(contestant.labels).items()
+            if domain.is_extreme(contestant.values[key])
+        ]
+        for labels, contestant in best.items()
+    }
+    return replace(study, tuned=tuned, extreme=extreme, untuned=untuned)
 
 
 def read_tuned(

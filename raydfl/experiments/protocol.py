@@ -69,6 +69,18 @@ def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str,
     return {**settings, **changes}
 
 
+def drop_replaced(values: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the tuned settings that a trained control sets itself, such as the learning rate of an untrained network.
+
+    Args:
+        values: Tuned settings of the study's control, by path.
+        name: One of :data:`CONTROLS`.
+        changes: The user's changes of the control's settings.
+    """
+    own = (*_SETTINGS[name], *changes)
+    return {key: value for key, value in values.items() if not any(f"{key}.".startswith(f"{path}.") for path in own)}
+
+
 def read_controls(value: Any) -> dict[str, dict[str, Any]]:
     """Convert a list of names, or a mapping from names to changed settings, to a mapping.
 

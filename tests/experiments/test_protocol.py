@@ -426,6 +426,15 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     )
 
 
+def test_tuned_settings_do_not_replace_those_of_a_control(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
+    changed = {"train.optimiser": {"lr": 0.07}}
+    file = grid(**tuned_keys | {"controls": {"untrained": {}, "local": {}, "centralised": changed}})
+    rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in load_study(file).trials}
+    # An untrained network takes no step: its rate is the smallest normal float32.
+    assert rates["untrained"] == 1.2e-38
+    assert (rates["local only"], rates["centralised"]) == pytest.approx((0.03, 0.07))
+
+
 @pytest.mark.slow
 def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
     search = load_study(
