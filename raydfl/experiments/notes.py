@@ -78,7 +78,11 @@ def describe_results(results: StudyResults) -> list[str]:
 def describe_protocol(results: StudyResults) -> list[str]:
     """Make the notes about the protocol: comparisons, contestants without learning, plateau, tuning, controls, provenance."""
     settings = results.study.settings
-    unlearned = "; ".join(contestant.name for contestant in results.contestants if not contestant.learned)
+    unlearned = "; ".join(
+        contestant.name
+        for contestant in results.contestants
+        if not contestant.learned and LABELS["untrained"] not in contestant.labels
+    )
     notes = [
         f"Did not learn, so not ranked: {unlearned}. The score is within two standard errors of chance or majority."
     ]
@@ -128,8 +132,9 @@ def _describe_tuning(study: Study) -> Iterator[str]:
     extreme = [labels for labels, settings in study.extreme.items() if settings and labels not in study.untuned]
     if extreme:
         yield f"Best at an end of the tried range, so a wider range may be better: {_list_contestants(study, extreme)}."
-    if study.untuned:
-        yield f"Not tuned, with the settings of the control: {_list_contestants(study, study.untuned)}."
+    untuned = [labels for labels in study.untuned if LABELS["untrained"] not in labels]
+    if untuned:
+        yield f"Not tuned, with the settings of the control: {_list_contestants(study, untuned)}."
 
 
 def _list_contestants(study: Study, cells: Iterable[tuple[str, ...]]) -> str:
@@ -167,8 +172,9 @@ def _describe_provenance(results: StudyResults) -> Iterator[str]:
 
 
 def _list_pairs_of_runs(results: StudyResults) -> Iterator[tuple[RunResult, RunResult]]:
-    """Yield the runs of each contestant with the control's runs of equal repeats."""
-    by_labels = {contestant.labels: contestant for contestant in results.contestants}
+    """Yield the runs of each trained contestant with the control's runs of equal repeats."""
+    trained = (contestant for contestant in results.contestants if LABELS["untrained"] not in contestant.labels)
+    by_labels = {contestant.labels: contestant for contestant in trained}
     for labels, contestant in by_labels.items():
         control = by_labels.get(results.study.find_control(labels))
         if control is not None and control is not contestant:
