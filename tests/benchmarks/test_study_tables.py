@@ -1,4 +1,4 @@
-"""Pages of studies: commands that repeat a cell, and numbers in the text."""
+"""Pages of studies: commands for the repetition of a cell, and scores in the text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_range_of_a_repetition_is_students_interval_of_the_mean() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_scores_in_the_text_are_scores_of_tables(name: str) -> None:
-    """Oracle: the tables, which ``study_tables.py --check`` compares with the results of the runs."""
+    """Oracle: the tables. ``study_tables.py --check`` compares the tables with the results of the runs."""
     page = (ROOT / f"docs/{name}.md").read_text()
     tables = "".join(TABLES.findall(page))
     for study in re.findall(r"<!-- study: benchmarks/studies/(\w+)\.yaml", page):
