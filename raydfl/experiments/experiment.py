@@ -25,7 +25,7 @@ from raydfl.core.version import __version__
 from raydfl.experiments.domains import Domain
 from raydfl.experiments.federation import ROUND, SCORE, WORST, TrialOrder, make_trainable
 from raydfl.experiments.results import collect
-from raydfl.experiments.settings import AshaScheduler, MedianScheduler
+from raydfl.experiments.schedulers import AshaScheduler, MedianScheduler
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial, list_keys
 from raydfl.experiments.watch import LIVE, SHORT, Watch, get_point

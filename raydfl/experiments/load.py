@@ -20,7 +20,7 @@ from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
-from raydfl.experiments.protocol import LABELS, TRIALS, drop_replaced
+from raydfl.experiments.protocol import LABELS, TRIALS, drop_replaced, is_untrained
 from raydfl.experiments.results import Contestant, collect
 from raydfl.experiments.settings import (
     FORMER,
@@ -148,8 +148,12 @@ def _make_trials(study: Study) -> tuple[Trial, ...]:
     for labels in study.cells:
         try:
             draws = [study.draw(number, labels) for number in numbers] if study.settings.domains else [{}]
-            for (index, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws):
-                trials.append((index, study.trial(study.point(labels, draw, repeat))))
+            of_cell = [
+                (index, study.trial(study.point(labels, draw, repeat)))
+                for (index, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws)
+            ]
+            _check_draws(study, [trial for _, trial in of_cell])
+            trials += of_cell
         except ConfigError as error:
             faults[str(error)].append(", ".join(labels))
     if faults:
@@ -157,6 +161,18 @@ def _make_trials(study: Study) -> tuple[Trial, ...]:
         heading = f"{study.file}: {count} cell{'s' if count > 1 else ''} cannot be run. No run was started."
         raise ConfigError(_describe_faults(heading, faults, 3))
     return tuple(trial for _, trial in sorted(trials, key=lambda pair: pair[0]))
+
+
+def _check_draws(study: Study, trials: Sequence[Trial]) -> None:
+    """Check that all draws of a cell differ, so that no contestant has fewer trials than its rivals."""
+    draws = dict[tuple[str, str], Trial]()
+    for trial in trials if study.settings.searcher == "grid" else ():
+        other = draws.setdefault((trial.identity, trial.repeat), trial)
+        if other is not trial:
+            raise ConfigError(
+                f"domains: {other.draw} ({other.text}) and {trial.draw} ({trial.text}) have equal results. Remove the setting "
+                f"without effect."
+            )
 
 
 def _describe_faults(heading: str, faults: Mapping[str, Sequence[str]], named: int = 1) -> str:
@@ -254,10 +270,10 @@ def _take_tuned_settings(study: Study, path: Path) -> Study:
     """Return the study with the best settings of a search. A control's own settings take precedence."""
     search, best, untuned = read_tuned(study, path)
     tuned = {labels: dict(contestant.values) for labels, contestant in best.items()}
-    for name, changes in study.settings.controls.items():
-        for labels in untuned:
-            if LABELS.get(name) in labels:
-                tuned[labels] = drop_replaced(tuned[labels], name, changes)
+    for name in study.settings.trained_controls:
+        for labels, contestant in best.items():
+            if LABELS[name] in labels and LABELS[name] not in contestant.labels:
+                tuned[labels] = drop_replaced(tuned[labels], name, study.settings.controls[name])
     extreme = {
         labels: [
             key
@@ -347,8 +363,7 @@ def check_protocol(study: Study) -> None:
     Raises:
         ConfigError: A score is not comparable, or the plateau's score is not measured.
     """
-    untrained = LABELS["untrained"]
-    trials = [trial for trial in study.trials if untrained not in trial.labels]
+    trials = [trial for trial in study.trials if not is_untrained(trial.labels)]
     cadences = {
         f"{trial.config.train.rounds} rounds, evaluated every {trial.config.evaluate.interval}": trial.name
         for trial in trials

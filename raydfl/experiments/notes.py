@@ -14,7 +14,7 @@ from raydfl.data.features import (
     SpeechEmbeddingFeatures,
 )
 from raydfl.engine import Config, Criterion
-from raydfl.experiments.protocol import CONTROLS, LABELS
+from raydfl.experiments.protocol import CONTROLS, LABELS, is_untrained
 from raydfl.experiments.records import RunResult
 from raydfl.experiments.results import StudyResults
 from raydfl.experiments.settings import label_of
@@ -81,7 +81,7 @@ def describe_protocol(results: StudyResults) -> list[str]:
     unlearned = "; ".join(
         contestant.name
         for contestant in results.contestants
-        if not contestant.learned and LABELS["untrained"] not in contestant.labels
+        if not contestant.learned and not is_untrained(contestant.labels)
     )
     notes = [
         f"Did not learn, so not ranked: {unlearned}. The score is within two standard errors of chance or majority."
@@ -132,7 +132,7 @@ def _describe_tuning(study: Study) -> Iterator[str]:
     extreme = [labels for labels, settings in study.extreme.items() if settings and labels not in study.untuned]
     if extreme:
         yield f"Best at an end of the tried range, so a wider range may be better: {_list_contestants(study, extreme)}."
-    untuned = [labels for labels in study.untuned if LABELS["untrained"] not in labels]
+    untuned = [labels for labels in study.untuned if not is_untrained(labels)]
     if untuned:
         yield f"Not tuned, with the settings of the control: {_list_contestants(study, untuned)}."
 
@@ -173,7 +173,7 @@ def _describe_provenance(results: StudyResults) -> Iterator[str]:
 
 def _list_pairs_of_runs(results: StudyResults) -> Iterator[tuple[RunResult, RunResult]]:
     """Yield the runs of each trained contestant with the control's runs of equal repeats."""
-    trained = (contestant for contestant in results.contestants if LABELS["untrained"] not in contestant.labels)
+    trained = (contestant for contestant in results.contestants if not is_untrained(contestant.labels))
     by_labels = {contestant.labels: contestant for contestant in trained}
     for labels, contestant in by_labels.items():
         control = by_labels.get(results.study.find_control(labels))

@@ -6,7 +6,7 @@ confirmatory studies draw conclusions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 from raydfl.core.errors import ConfigError, nearest
@@ -69,8 +69,13 @@ def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str,
     return {**settings, **changes}
 
 
+def is_untrained(labels: Collection[str]) -> bool:
+    """Return whether the labels are those of an untrained network."""
+    return LABELS["untrained"] in labels
+
+
 def drop_replaced(values: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the tuned settings that a trained control sets itself, such as the learning rate of an untrained network.
+    """Return the tuned settings without the paths of a control's own settings, such as the rate of an untrained network.
 
     Args:
         values: Tuned settings of the study's control, by path.

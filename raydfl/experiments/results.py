@@ -13,7 +13,7 @@ import numpy as np
 
 from raydfl.core.metrics import base_name
 from raydfl.core.seeds import seed_for
-from raydfl.experiments.protocol import LABELS
+from raydfl.experiments.protocol import is_untrained
 from raydfl.experiments.records import RunResult, read_result, write_result
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
@@ -246,7 +246,7 @@ class StudyResults:
     @property
     def kinds_of_evaluations(self) -> list[str]:
         """Counts and intervals of evaluations, the most frequent first."""
-        trained = [contestant for contestant in self.contestants if LABELS["untrained"] not in contestant.labels]
+        trained = [contestant for contestant in self.contestants if not is_untrained(contestant.labels)]
         counts = Counter(text for contestant in trained for text in contestant.evaluations)
         return [text for text, _ in counts.most_common()]
 
@@ -457,7 +457,7 @@ def _describe_conclusion(
         return ""
     sign, smallest = contestant.metrics[0].sign, study.settings.difference
     conclusion = describe_difference(difference, comparisons, smallest, sign)
-    trained = [part.labels for part in (contestant, control) if LABELS["untrained"] not in part.labels]
+    trained = [part.labels for part in (contestant, control) if not is_untrained(part.labels)]
     if set(trained) & set(study.untuned):
         conclusion += " (not tuned)"
     return conclusion + ("" if control.learned else ", but the control did not learn")

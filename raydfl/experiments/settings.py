@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from raydfl.core.yaml import to_yaml
 from raydfl.engine import apply_values
 from raydfl.experiments.domains import Domain
 from raydfl.experiments.protocol import LABELS, MEASURED, SEEDS, make_control_label, read_controls
+from raydfl.experiments.schedulers import NoScheduler, PopulationScheduler, Scheduler
 from raydfl.runs.report import PlateauSettings
 
 _RENAMED = {"space": "domains", "reference": "control"}
@@ -157,54 +158,6 @@ class PaperSettings(Settings):
         description="Values nested by the labels of the first axis, the second axis, and so on: 80.19 or '80.19±0.53', in the "
         "table's unit."
     )
-
-
-class NoScheduler(Settings):
-    """No early stopping: every trial trains for all rounds."""
-
-    name: Literal["none"] = Field("none", description="Train every trial for all rounds.")
-
-
-class AshaScheduler(Settings):
-    """Asynchronous successive halving (L. Li et al., MLSys 2020): Ray Tune's AsyncHyperBandScheduler with a single bracket."""
-
-    name: Literal["asha"] = Field(description="Stop all but the best trials at increasing numbers of rounds.")
-    grace: int = Field(1, ge=1, description="Minimum rounds of every trial.")
-    factor: float = Field(
-        3.0,
-        gt=1,
-        description="The best 1 / factor of the trials continue after grace, grace * factor, grace * factor^2 ... rounds.",
-    )
-
-
-class MedianScheduler(Settings):
-    """The median stopping rule of Google Vizier (D. Golovin et al., KDD 2017): Ray Tune's MedianStoppingRule."""
-
-    name: Literal["median"] = Field(
-        description="Stop trials with a best score below the median of the remaining trials."
-    )
-    grace: int = Field(1, ge=1, description="Minimum rounds of every trial.")
-    trials: int = Field(3, ge=1, description="Minimum number of trials with as many rounds before a trial is stopped.")
-
-
-class PopulationScheduler(Settings):
-    """Population based training (M. Jaderberg et al., 2017): Ray Tune's PopulationBasedTraining with synch=True."""
-
-    name: Literal["pbt"] = Field(description="Replace the worst members of a population by changed copies of the best.")
-    interval: int = Field(ge=1, description="Rounds between two exchanges.")
-    share: float = Field(
-        0.25,
-        gt=0,
-        le=0.5,
-        description="Fraction of the members that are replaced. The same number of members is copied.",
-    )
-    factor: float = Field(1.2, gt=1, description="A copy's settings are multiplied or divided by this factor.")
-    resample: float = Field(
-        0.25, ge=0, le=1, description="Probability of a new draw of a copy's setting instead of a change by factor."
-    )
-
-
-Scheduler = Annotated[NoScheduler | AshaScheduler | MedianScheduler | PopulationScheduler, Field(discriminator="name")]
 
 
 class StudySettings(Settings):
@@ -483,6 +436,9 @@ class StudySettings(Settings):
             f"{own[0]}.domains changes the domains of a search. Add domains to the study.": not self.domains,
             f"{own[0]}.domains needs searcher: grid.": self.searcher != "grid",
         })  # fmt: skip
+        keys = {key for axis in self.axes.values() for part in axis.values() for key in part.get("domains", {})}
+        both = ", ".join(keys.intersection(self.axes))
+        raise_first({f"domains: {both} is also the name of an axis. Rename the axis, or remove the domain.": both})
         counts = dict[int, str]()
         for labels in itertools.product(*self.axes.values()):
             domains = self.get_domains(labels)

@@ -218,7 +218,7 @@ class Study:
             for key, domain in self.settings.get_domains(labels).items():
                 known = searched.get(key, domain)
                 if known != domain:
-                    values = {*known.values, *domain.values}
+                    values = [*known.values, *(value for value in domain.values if value not in known.values)]
                     numbers = all(isinstance(value, int | float) for value in values)
                     known = Domain(grid=sorted(values, key=None if numbers else label_of))
                 searched[key] = known

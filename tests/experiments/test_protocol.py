@@ -432,6 +432,10 @@ def test_tuned_settings_do_not_replace_those_of_a_control(grid: StudyFile, tuned
     rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in load_study(file).trials}
     # An untrained network takes no step: its rate is the smallest normal float32.
     assert rates["untrained"] == 1.2e-38
+    # A search without axes tunes all contestants together. Its trials are those of FedAvg, with the best rate 0.03.
+    write_tuning(grid, axes=None)
+    together = {trial.labels[0]: trial.config.train.optimiser.lr for trial in load_study(file).trials}
+    assert (together["untrained"], together["FedProx"]) == (1.2e-38, pytest.approx(0.03))
     assert (rates["local only"], rates["centralised"]) == pytest.approx((0.03, 0.07))
 
 
@@ -490,6 +494,12 @@ def test_a_contestant_may_be_tuned_over_its_own_option(grid: StudyFile, tuned_ke
         ({"method.mu": {"grid": [1]}}, {"searcher": "random"}, "needs searcher: grid"),
         ({"method.mu": {"grid": [1]}}, {"domains": {}, "searcher": None}, "Add domains to the study"),
         ({"method.nu": {"grid": [1]}}, {}, "FedProx: .*'nu'"),
+        (
+            {"train.optimiser.lr": {"grid": [0.01, 0.02]}, "ray.actors": {"grid": [0, 1, 2, 3]}},
+            {},
+            "trial-000 .* and trial-001 .* have equal results. Remove the setting",
+        ),
+        ({"method": {"grid": ["fedprox"]}}, {}, "domains: method is also the name of an axis"),
     ],
 )
 def test_wrong_domains_of_a_label_are_named(
