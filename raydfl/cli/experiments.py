@@ -14,11 +14,9 @@ from raydfl.experiments import (
     StudyResults,
     describe_results,
     format_best_command,
-    label_of,
     make_summary_table,
     run_study,
 )
-from raydfl.experiments.domains import Domain
 from raydfl.runs import Progress
 
 _MOST_NAMED = 10
@@ -30,12 +28,12 @@ def describe_study(study: Study) -> str:
     settings = study.settings
     lines = [settings.title, *filter(None, [settings.question])]
     lines += [f"  {name}: {', '.join(labels)}" for name, labels in settings.axes.items()]
-    lines += [f"  {_describe_domain(key, domain)}" for key, domain in settings.domains.items()]
+    lines += [f"  {key}: {domain}" for key, domain in settings.domains.items()]
     for labels in study.cells:
         own = {
             key: domain for key, domain in settings.get_domains(labels).items() if domain != settings.domains.get(key)
         }
-        lines += [f"  {', '.join(labels)}: {_describe_domain(key, domain)}" for key, domain in own.items()]
+        lines += [f"  {', '.join(labels)}: {key}: {domain}" for key, domain in own.items()]
     cells, shared = len(study.cells), len(study.trials) - len(study.distinct)
     counts = [f"{cells} cell{'s' if cells > 1 else ''}"] if study.axes else []
     counts.append(f"{study.total} runs" + (f" ({shared} shared by cells)" if shared else ""))
@@ -48,10 +46,6 @@ def describe_study(study: Study) -> str:
             f"{metric.best} of {metric.title}"
         )
     return "\n".join([*lines, "All configurations are valid."])
-
-
-def _describe_domain(key: str, domain: Domain) -> str:
-    return f"{key}: {domain.kind} {label_of(list(domain.values))}"
 
 
 def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from raydfl.core.settings import Settings
+from raydfl.core.yaml import to_yaml
 
 _DIGITS = 4
 """Significant digits of a drawn number. Few digits are easy to type."""
@@ -53,6 +54,9 @@ class Domain(Settings):
         if kind == "quniform" and not 0 < values[2] <= high - low:
             raise ValueError(f"quniform: the step must be above 0 and at most high - low, not {values[2]:g}")
         return self
+
+    def __str__(self) -> str:
+        return f"{self.kind} {to_yaml(list(self.values))}"
 
     @property
     def kind(self) -> str:

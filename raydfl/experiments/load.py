@@ -164,7 +164,7 @@ def _make_trials(study: Study) -> tuple[Trial, ...]:
 
 
 def _check_draws(study: Study, trials: Sequence[Trial]) -> None:
-    """Check that all draws of a cell differ, so that no contestant has fewer trials than its rivals."""
+    """Check for equal draws of a cell. They would give a contestant fewer trials than its rivals."""
     draws = dict[tuple[str, str], Trial]()
     for trial in trials if study.settings.searcher == "grid" else ():
         other = draws.setdefault((trial.identity, trial.repeat), trial)

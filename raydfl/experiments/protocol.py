@@ -70,7 +70,7 @@ def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str,
 
 
 def is_untrained(labels: Collection[str]) -> bool:
-    """Return whether the labels are those of an untrained network."""
+    """Return whether the labels of a cell name the control without training."""
     return LABELS["untrained"] in labels
 
 

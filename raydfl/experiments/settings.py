@@ -438,7 +438,7 @@ class StudySettings(Settings):
         })  # fmt: skip
         keys = {key for axis in self.axes.values() for part in axis.values() for key in part.get("domains", {})}
         both = ", ".join(keys.intersection(self.axes))
-        raise_first({f"domains: {both} is also the name of an axis. Rename the axis, or remove the domain.": both})
+        raise_first({f"domains: {both} is the name of an axis, too. Rename the axis, or remove the domain.": both})
         counts = dict[int, str]()
         for labels in itertools.product(*self.axes.values()):
             domains = self.get_domains(labels)
