@@ -499,7 +499,7 @@ def test_a_contestant_may_be_tuned_over_its_own_option(grid: StudyFile, tuned_ke
             {},
             "trial-000 .* and trial-001 .* have equal results. Remove the setting",
         ),
-        ({"method": {"grid": ["fedprox"]}}, {}, "domains: method is also the name of an axis"),
+        ({"method": {"grid": ["fedprox"]}}, {}, "domains: method is the name of an axis, too"),
     ],
 )
 def test_wrong_domains_of_a_label_are_named(
