@@ -93,7 +93,7 @@ def describe_protocol(results: StudyResults) -> list[str]:
         return ["Exploratory: the study draws no conclusions.", *notes, *_describe_pairs(results)]
     count = results.study.comparisons
     return [
-        f"A conclusion needs an interval without 0 after Bonferroni's correction ({count} comparison{'s' * (count != 1)}). "
+        f"A conclusion needs a significant difference after Holm's correction ({count} comparison{'s' * (count != 1)}). "
         f"Smallest difference of interest: {settings.difference:g}.",
         *notes,
         *_describe_pairs(results),

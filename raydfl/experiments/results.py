@@ -17,7 +17,7 @@ from raydfl.experiments.protocol import is_untrained
 from raydfl.experiments.records import RunResult, read_result, write_result
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.statistics import Difference, Spread, describe_difference
+from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_significant
 from raydfl.experiments.study import Study, Trial, count_rounds
 from raydfl.runs.report import Curve, PlateauSettings, align, find_plateau
 
@@ -432,16 +432,37 @@ def _has_learned(contestant: Contestant, measured: Contestant | None) -> bool:
 def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Add conclusions to the contestants of a confirmatory study."""
     by_labels = {contestant.labels: contestant for contestant in contestants}
+    significant = find_significant(_compute_p_values(contestants), study.comparisons)
     concluded = []
     for contestant in contestants:
         control = by_labels.get(study.find_control(contestant.labels), contestant)
-        conclusion = _describe_conclusion(study, contestant, control, contestant.difference, study.comparisons)
+        decided = contestant.labels in significant
+        conclusion = _describe_conclusion(study, contestant, control, contestant.difference, decided, study.comparisons)
         concluded.append(replace(contestant, conclusion=conclusion))
     return concluded
 
 
+def _compute_p_values(contestants: Iterable[Contestant]) -> dict[tuple[str, ...], float]:
+    """Compute the p-values of all differences from the control with the planned number of repeats."""
+    return {
+        contestant.labels: contestant.difference.p_value
+        for contestant in contestants
+        if contestant.difference is not None and _is_complete(contestant, contestant.difference)
+    }
+
+
+def _is_complete(contestant: Contestant, difference: Difference) -> bool:
+    """Return whether a difference has the planned number of repeats. A decision before would favour chance results."""
+    return difference.n == len(contestant.trials)
+
+
 def _describe_conclusion(
-    study: Study, contestant: Contestant, control: Contestant, difference: Difference | None, comparisons: int
+    study: Study,
+    contestant: Contestant,
+    control: Contestant,
+    difference: Difference | None,
+    significant: bool,
+    comparisons: int,
 ) -> str:
     """Describe the conclusion from a difference between two contestants, or the reason for a missing conclusion.
 
@@ -449,14 +470,14 @@ def _describe_conclusion(
     """
     if not study.settings.confirmatory:
         return ""
-    if difference is not None and difference.n < len(contestant.trials):
-        return "unfinished"  # A decision before the planned number of repeats would favour chance results.
+    if difference is not None and not _is_complete(contestant, difference):
+        return "unfinished"
     if not contestant.learned:
         return "did not learn"
     if difference is None:
         return ""
     sign, smallest = contestant.metrics[0].sign, study.settings.difference
-    conclusion = describe_difference(difference, comparisons, smallest, sign)
+    conclusion = describe_difference(difference, significant, comparisons, smallest, sign)
     trained = [part.labels for part in (contestant, control) if not is_untrained(part.labels)]
     if set(trained) & set(study.untuned):
         conclusion += " (not tuned)"
@@ -471,7 +492,9 @@ def _compare_pairs(
     They are corrected for all comparisons, because they may be added after the results are known. The comparisons with the
     control are not corrected for them.
     """
-    found, pairs, summary = {}, study.list_pairs(), study.settings.summarised
+    pairs, summary = study.list_pairs(), study.settings.summarised
+    comparisons = study.comparisons + len(pairs)
+    found: dict[str, tuple[Contestant, Contestant, Difference]] = {}
     for labels in pairs:
         if all(label in contestants for label in labels):
             first, second = (contestants[label] for label in labels)
@@ -480,12 +503,16 @@ def _compare_pairs(
                 common = [a for a, b in zip(*labels, strict=True) if a == b]
                 names = [", ".join(text for text in label if text not in common) for label in labels]
                 where = f" ({', '.join(common)})" if common else ""
-                name = f"{names[0]} minus {names[1]}{where}"
-                found[name] = (
-                    difference,
-                    _describe_conclusion(study, first, second, difference, study.comparisons + len(pairs)),
-                )
-    return found
+                found[f"{names[0]} minus {names[1]}{where}"] = first, second, difference
+    p_values: dict[str | tuple[str, ...], float] = {**_compute_p_values(contestants.values())}
+    p_values |= {
+        name: difference.p_value for name, (first, _, difference) in found.items() if _is_complete(first, difference)
+    }
+    significant = find_significant(p_values, comparisons)
+    return {
+        name: (difference, _describe_conclusion(study, first, second, difference, name in significant, comparisons))
+        for name, (first, second, difference) in found.items()
+    }
 
 
 def _compare(

@@ -25,7 +25,7 @@ from raydfl.experiments.page import draw_curves
 from raydfl.experiments.records import check_results, load_result, make_result, write_result
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.statistics import Difference, Spread, describe_difference
+from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_significant
 from raydfl.experiments.study import Study
 from raydfl.experiments.tables import make_controls_table, make_full_table, markdown
 from raydfl.runs import run
@@ -64,11 +64,11 @@ def test_three_differences_by_hand() -> None:
     # 2, 3 and 4: mean 3, standard deviation 1, standard error 0.577; t(0.975, 2) is 4.303, so the interval is 3 ± 2.48.
     difference = make_difference(2, 3, 4)
     assert difference.low == pytest.approx(3 - 4.3027 / math.sqrt(3), abs=1e-4)
-    assert describe_difference(difference, comparisons=1, smallest=2) == "better"
-    assert describe_difference(difference, comparisons=1, smallest=2, sign=-1) == "worse"
+    assert describe_difference(difference, True, comparisons=1, smallest=2) == "better"
+    assert describe_difference(difference, True, comparisons=1, smallest=2, sign=-1) == "worse"
     # t(1 - 0.05 / 5 / 2, 2) is 9.92, so the interval with Bonferroni's correction is 3 ± 5.73.
     assert difference.correct(5) == pytest.approx((3 - 9.9248 / math.sqrt(3), 3 + 9.9248 / math.sqrt(3)), abs=1e-3)
-    assert describe_difference(difference, comparisons=5, smallest=2) == "no difference seen"
+    assert describe_difference(difference, False, comparisons=5, smallest=2) == "perhaps better"
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,35 @@ def test_three_differences_by_hand() -> None:
     ],
 )
 def test_conclusions_name_the_size_of_a_difference(differences: tuple[float, ...], conclusion: str) -> None:
-    assert describe_difference(make_difference(*differences), comparisons=1, smallest=2) == conclusion
+    difference = make_difference(*differences)
+    assert describe_difference(difference, difference.p_value < 0.05, comparisons=1, smallest=2) == conclusion
 
 
-def test_significance_equals_scipys_test_with_a_corrected_level() -> None:
+def test_p_values_equal_scipys_and_exclude_0_from_the_interval() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         values = rng.normal(0.5, 1.0, 6)
+        difference = make_difference(*values)
+        assert difference.p_value == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
         for comparisons in (1, 3, 10):
-            expected = stats.ttest_1samp(values, 0).pvalue < 0.05 / comparisons
-            low, high = make_difference(*values).correct(comparisons)
-            assert (low > 0 or high < 0) == expected
+            low, high = difference.correct(comparisons)
+            assert (low > 0 or high < 0) == (difference.p_value < 0.05 / comparisons)
+    assert make_difference(2, 2, 2).p_value == 0
+    assert make_difference(0, 0, 0).p_value == 1
+
+
+@pytest.mark.parametrize(
+    ("p_values", "comparisons", "expected"),
+    [
+        ((0.01, 0.02, 0.03), 3, {0, 1, 2}),  # levels 0.05 / 3, 0.05 / 2 and 0.05. Bonferroni's: the first alone
+        ((0.045, 0.01, 0.04), 3, {1}),  # 0.04 exceeds 0.05 / 2, so 0.045 is not significant
+        ((0.01, 0.02), 4, {0}),  # two unknown: levels 0.05 / 4 and 0.05 / 3
+        ((math.nan, 0.01), 2, {1}),
+        ((), 3, set()),
+    ],
+)
+def test_holms_correction(p_values: tuple[float, ...], comparisons: int, expected: set[int]) -> None:
+    assert find_significant(dict(enumerate(p_values)), comparisons) == expected
 
 
 # -- plateau ---------------------------------------------------------------------------------------------------------
