@@ -442,7 +442,7 @@ def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestan
     return concluded
 
 
-def _compute_p_values(contestants: Iterable[Contestant]) -> dict[tuple[str, ...], float]:
+def _compute_p_values(contestants: Iterable[Contestant]) -> dict[str | tuple[str, ...], float]:
     """Compute the p-values of all differences from the control with the planned number of repeats."""
     return {
         contestant.labels: contestant.difference.p_value
@@ -504,7 +504,7 @@ def _compare_pairs(
                 names = [", ".join(text for text in label if text not in common) for label in labels]
                 where = f" ({', '.join(common)})" if common else ""
                 found[f"{names[0]} minus {names[1]}{where}"] = first, second, difference
-    p_values: dict[str | tuple[str, ...], float] = {**_compute_p_values(contestants.values())}
+    p_values = _compute_p_values(contestants.values())
     p_values |= {
         name: difference.p_value for name, (first, _, difference) in found.items() if _is_complete(first, difference)
     }
