@@ -20,8 +20,9 @@ from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
+from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.protocol import LABELS, TRIALS, drop_replaced, is_untrained
-from raydfl.experiments.results import Contestant, collect
+from raydfl.experiments.results import collect
 from raydfl.experiments.settings import (
     FORMER,
     StudySettings,

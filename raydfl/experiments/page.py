@@ -13,9 +13,10 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from raydfl.core.files import write_durably
+from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.domains import Domain
 from raydfl.experiments.notes import describe_results
-from raydfl.experiments.results import FEWEST, Contestant, StudyResults
+from raydfl.experiments.results import FEWEST, StudyResults
 from raydfl.experiments.statistics import format_number
 from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import make_controls_table, make_full_table, pivot

@@ -16,8 +16,9 @@ import pyarrow.parquet
 
 from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
+from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.notes import describe_results
-from raydfl.experiments.results import Contestant, StudyResults
+from raydfl.experiments.results import StudyResults
 from raydfl.experiments.settings import label_of
 from raydfl.experiments.statistics import format_number
 from raydfl.experiments.study import describe_value

@@ -20,10 +20,11 @@ from raydfl.engine.config import load_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments import results as results_module
 from raydfl.experiments import tables
+from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import write_page
-from raydfl.experiments.results import FEWEST, Contestant, StudyResults, measure_importance
+from raydfl.experiments.results import FEWEST, StudyResults, measure_importance
 from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
