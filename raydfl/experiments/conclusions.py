@@ -1,4 +1,4 @@
-"""Conclusions of a study: which contestants learned, their differences from the control, and the best ones."""
+"""Conclusions of a study: contestants that learned, differences from the control, and the best contestants."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant
 def compare_pairs(study: Study, contestants: Mapping[tuple[str, ...], Contestant]) -> dict[str, tuple[Difference, str]]:
     """Compare the further pairs of contestants with the same metric.
 
-    They are corrected for all comparisons, because they may be added after the results are known. The comparisons with the
-    control are not corrected for them.
+    The correction is for all comparisons, because pairs may be added after the results are known. The comparisons with the
+    control have a correction for their own number.
     """
     pairs, summary = study.list_pairs(), study.settings.summarised
     comparisons = study.comparisons + len(pairs)

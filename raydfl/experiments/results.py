@@ -1,4 +1,4 @@
-"""Results of a study: its contestants with their conclusions, plateaus, and the importance of searched settings."""
+"""Results of a study: contestants with conclusions, plateaus, and the importance of searched settings."""
 
 from __future__ import annotations
 

@@ -113,11 +113,11 @@ class Difference:
 def find_significant(p_values: Mapping[Key, float], comparisons: int) -> set[Key]:
     """Find the differences that are significant after Holm's correction (1979).
 
-    It keeps the probability of any wrong claim of a study at 5 %, as Bonferroni's correction does, and finds more.
+    It keeps the probability of a wrong claim in a study at 5 %, as Bonferroni's correction does, and finds more.
 
     Args:
         p_values: P-values by comparison. NaN for unknown.
-        comparisons: Planned number of comparisons. Those without a p-value are not significant.
+        comparisons: Planned number of comparisons. Without a p-value a comparison is not significant.
     """
     found: set[Key] = set()
     for key in sorted(p_values, key=lambda key: (math.isnan(p_values[key]), p_values[key])):
@@ -134,7 +134,7 @@ def describe_difference(
 
     Args:
         difference: The difference from the control.
-        significant: Whether it is significant after the correction for all comparisons of the study.
+        significant: Whether the difference is significant after the correction for all comparisons of the study.
         comparisons: Number of comparisons in the study, to compare the interval with the difference of interest.
         smallest: Smallest difference of interest.
         sign: 1 if larger scores are better, otherwise -1.
