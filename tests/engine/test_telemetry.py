@@ -104,7 +104,7 @@ def run_with_events(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Confi
 
 def test_a_run_records_its_times(tiny: Tiny, run_with_events: Any) -> None:
     folder, events = run_with_events(tiny("train.rounds=3", "evaluate.every=2"))
-    ids = list(Population.load(folder / "population").ids)
+    ids, shares = list(Population.load(folder / "population").ids), []
     for round_index in (1, 2, 3):
         rows = read_server_rows(folder, round_index)
         seconds = {name: rows[f"seconds/{name}"] for name in (*WALL, "round", "train_and_aggregate", "fit", "transfer")}
@@ -112,9 +112,7 @@ def test_a_run_records_its_times(tiny: Tiny, run_with_events: Any) -> None:
         assert all(value >= 0 for value in parts.values())
         assert parts["plan"] + parts["clients"] + parts["aggregate"] == pytest.approx(parts["train_and_aggregate"])
         assert sum(parts[name] for name in WALL) <= parts["round"] + 1e-9
-        # In one process the server waits while the client works; nothing is transferred.
-        assert parts["fit"] * seconds["fit"].count <= parts["clients"]
-        assert parts["fit"] * seconds["fit"].count >= 0.5 * parts["clients"]
+        shares.append(parts["fit"] * seconds["fit"].count / parts["clients"])
         assert rows["retried"].value == 0
         timeline = rows[TIMELINE].array
         assert timeline is not None
@@ -126,6 +124,9 @@ def test_a_run_records_its_times(tiny: Tiny, run_with_events: Any) -> None:
         assert set(timeline[:, 1]) == {0.0}
         assert (np.diff(timeline[:, 2:].ravel()) >= 0).all()  # one after another
         assert timeline[-1, 3] <= parts["train_and_aggregate"]
+    # In one process the server waits while the client works; nothing is transferred. On a busy machine a round may be interrupted.
+    assert max(shares) <= 1
+    assert max(shares) >= 0.5
     round_events = [event for event in events if event["event"] == "round"]
     assert [event["retried"] for event in round_events] == [0, 0, 0]
     assert round_events[1]["times"] == {
