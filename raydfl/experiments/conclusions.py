@@ -56,8 +56,14 @@ def conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant
     concluded = []
     for contestant in contestants:
         control = by_labels.get(study.find_control(contestant.labels), contestant)
-        decided = contestant.labels in significant
-        conclusion = _describe_conclusion(study, contestant, control, contestant.difference, decided, study.comparisons)
+        conclusion = _describe_conclusion(
+            study,
+            contestant,
+            control,
+            contestant.difference,
+            contestant.labels in significant,
+            study.comparisons,
+        )
         concluded.append(replace(contestant, conclusion=conclusion))
     return concluded
 

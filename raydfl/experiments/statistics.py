@@ -111,7 +111,7 @@ class Difference:
 
 
 def find_significant(p_values: Mapping[Key, float], comparisons: int) -> set[Key]:
-    """Find the differences that are significant after Holm's correction (1979).
+    """Find the significant differences after Holm's correction (S. Holm, A Simple Sequentially Rejective Procedure, 1979).
 
     It keeps the probability of a wrong claim in a study at 5 %, as Bonferroni's correction does, and finds more.
 
