@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raydfl.controls._clips import LIMIT, describe_clips, draw_clips, remove_constants
+from raydfl.controls._clips import LIMIT, TESTS, describe_clips, draw_clips, remove_constants
 from raydfl.controls._control import RAW, Control, binomial_error
 from raydfl.core.metrics import ranking_metrics
 from raydfl.core.types import Scores
@@ -36,9 +36,7 @@ def measure_classifiers(data: Population, rng: np.random.Generator) -> tuple[lis
     Returns:
         The controls, and the reason for missing controls.
     """
-    tests = {split: _select_labelled(data.read_role(split)) for split in ("test", "client_test", "validation")}
-    if tests["test"] or tests["client_test"]:
-        del tests["validation"]
+    tests = {split: _select_labelled(data.read_role(split)) for split in TESTS}
     train = draw_clips(_select_labelled(data.read_role("train")), LIMIT, rng)
     if not train or not any(tests.values()):
         return [], "Raw features have no score, because the training clips or the test clips have no labels."

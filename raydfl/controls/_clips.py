@@ -12,6 +12,8 @@ from raydfl.objectives import average_bins
 
 LIMIT = 20_000
 """Maximum number of training clips."""
+TESTS = ("test", "client_test", "validation", "server_validation")
+"""Splits with scores: the server's test, the clients' tests, and the held-out clips of the clients and the server."""
 _BATCH = 1 << 20
 """Approximate number of values in a batch."""
 _CONSTANT = 1e-6

@@ -23,7 +23,8 @@ class Control:
     name: str
     """``chance``, ``majority``, or the classifier or detector with the prefix :data:`RAW`."""
     split: str
-    """The test set: ``test``, ``client_test`` (the clients' own tests) or ``validation`` (the clients' held-out clips)."""
+    """The test set: ``test``, ``client_test`` (the clients' own tests), ``validation`` (the clients' held-out clips) or
+    ``server_validation`` (the server's)."""
     metric: str
     """Name of the score, such as ``accuracy``. With several parts of the data ``PART/accuracy``."""
     value: float

@@ -74,11 +74,13 @@ def _list_tests(
     def draw(parts: Sequence[Examples], limit: int) -> list[Examples]:
         return draw_clips([objective.normal_examples(part) for part in parts], limit, rng)
 
-    tests = [("test", draw(data.read_role("train"), LIMIT), data.read_role("test"))]
-    for client in range(len(data)) if data.read_role("client_test") else ():
+    normal = draw(data.read_role("train"), LIMIT)
+    tests = [(split, normal, data.read_role(split)) for split in ("test", "server_validation")]
+    for client in range(len(data)) if data.read_role("client_test") or data.read_role("validation") else ():
         own = data.data(client)
         normal = draw([*own.pools.values()], max(2, LIMIT // len(data)))
-        tests.append(("client_test", normal, [own.test] * bool(len(own.test))))
+        own_tests = {"client_test": own.test, "validation": own.validation}
+        tests += [(split, normal, [clips]) for split, clips in own_tests.items() if len(clips)]
     return (test for test in tests if all(test))
 
 

@@ -14,7 +14,7 @@ import torch
 from scipy.ndimage import uniform_filter1d
 from torch import nn
 
-from raydfl.controls._clips import draw_clips, remove_constants
+from raydfl.controls._clips import TESTS, draw_clips, remove_constants
 from raydfl.controls._control import RAW, Control
 from raydfl.core.metrics import summarise
 from raydfl.core.psds import COUNTS
@@ -41,9 +41,7 @@ def measure_frame_model(data: Population, objective: Events, rng: np.random.Gene
     Returns:
         The control of each test set, and the reason for a missing control.
     """
-    tests = {split: data.read_role(split) for split in ("test", "client_test", "validation")}
-    if any(len(part) for split in ("test", "client_test") for part in tests[split]):
-        del tests["validation"]
+    tests = {split: data.read_role(split) for split in TESTS}
     model = _fit(draw_clips(data.read_role("train"), _LIMIT, rng))
     if model is None:
         return [], "Raw features have no score, because no training clip has the times of events."

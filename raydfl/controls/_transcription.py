@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raydfl.controls._clips import TESTS
 from raydfl.controls._control import Control
 from raydfl.data import Examples, Population, join_units
 
@@ -30,9 +31,7 @@ def measure_same_answer(data: Population, rng: np.random.Generator) -> tuple[lis
         The control of each test set, and the reason for a missing control.
     """
     train = _read_transcripts(data.read_role("train"))
-    tests = {split: _read_transcripts(data.read_role(split)) for split in ("test", "client_test", "validation")}
-    if tests["test"] or tests["client_test"]:
-        del tests["validation"]
+    tests = {split: _read_transcripts(data.read_role(split)) for split in TESTS}
     if not train or not any(tests.values()):
         return [], "The same answer to each clip has no score, because training or test clips are missing."
     candidates = sorted({train[index] for index in rng.permutation(len(train))[:_CANDIDATES].tolist()} | {""})

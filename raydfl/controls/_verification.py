@@ -18,7 +18,7 @@ from raydfl.objectives import Objective
 
 
 def measure_verifiers(data: Population, objective: Objective, rng: np.random.Generator) -> tuple[list[Control], str]:
-    """Measure the controls of the server's test.
+    """Measure the controls of the server's test and held-out clips.
 
     Args:
         data: population of one part, with clips.
@@ -29,14 +29,17 @@ def measure_verifiers(data: Population, objective: Objective, rng: np.random.Gen
         The controls, and the reason for missing controls.
     """
     values = [_describe(part)[0] for part in draw_clips(data.read_role("train"), LIMIT, rng)]
-    tests = data.read_role("test")
+    tests = {split: parts[0] for split in ("test", "server_validation") if (parts := data.read_role(split))}
     if not values or not tests:
         return [], "Raw features have no score, because the server has no test clips."
     mean, spread = np.concatenate(values).mean(axis=0), remove_constants(np.concatenate(values).std(axis=0))
-    tested, clips = _describe(tests[0])
-    scores = summarise(objective.metrics(torch.from_numpy((tested - mean) / spread), clips))
-    found = {"chance": 0.5, f"{RAW}cosine": scores["eer"].value} if "eer" in scores else {}
-    return [Control(name, "test", "eer", float(value), len(clips)) for name, value in found.items()], ""
+    controls = []
+    for split, examples in tests.items():
+        tested, clips = _describe(examples)
+        scores = summarise(objective.metrics(torch.from_numpy((tested - mean) / spread), clips))
+        found = {"chance": 0.5, f"{RAW}cosine": scores["eer"].value} if "eer" in scores else {}
+        controls += [Control(name, split, "eer", float(value), len(clips)) for name, value in found.items()]
+    return controls, ""
 
 
 def _describe(part: Examples) -> tuple[np.ndarray, Examples]:

@@ -19,7 +19,7 @@ from raydfl.objectives import AnomalyObjective, Events, Objective
 
 
 def measure_controls(population: Population, objective: Objective, seed: int) -> tuple[list[Control], str]:
-    """Measure the controls of a run on its test clips.
+    """Measure the controls of a run on its test clips and held-out clips.
 
     The controls train on the clips of all clients, with the labels that the clients have, and on at most 20,000 clips. With
     several views, they read the first.

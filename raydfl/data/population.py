@@ -268,7 +268,7 @@ class Population:
         part, position = self._locate(index)
         return part.examples(part.tables.rows("canary", position))
 
-    def read_role(self, role: Literal["train", "validation", "client_test", "test"]) -> list[Examples]:
+    def read_role(self, role: str) -> list[Examples]:
         """Return the examples of a role, of all clients and pools: a sequence for each feature store with examples."""
         return self._part.read_role(role)
 

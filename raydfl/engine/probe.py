@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,8 +106,7 @@ def _check_classes(population: Population, data: DataSettings) -> None:
 
 def _find_tested_clip(population: Population, unit: int) -> int | None:
     """Return the number of a clip outside the training whose transcript has a unit."""
-    roles: tuple[Literal["test", "client_test", "validation"], ...] = ("test", "client_test", "validation")
-    for role in roles:
+    for role in ("test", "client_test", "validation"):
         for examples in population.read_role(role):
             found = np.flatnonzero((examples.targets(examples.labels) == unit).any(axis=1))
             if len(found):

@@ -283,7 +283,8 @@ def _take_tuned_settings(study: Study, path: Path) -> Study:
         ]
         for labels, contestant in best.items()
     }
-    return replace(study, tuned=tuned, extreme=extreme, untuned=untuned)
+    unlearned = tuple(labels for labels, contestant in best.items() if not contestant.learned)
+    return replace(study, tuned=tuned, extreme=extreme, untuned=untuned, unlearned=unlearned)
 
 
 def read_tuned(

@@ -132,6 +132,12 @@ def _describe_tuning(study: Study) -> Iterator[str]:
     extreme = [labels for labels, settings in study.extreme.items() if settings and labels not in study.untuned]
     if extreme:
         yield f"Best at an end of the tried range, so a wider range may be better: {_list_contestants(study, extreme)}."
+    unlearned = [labels for labels in study.unlearned if labels not in study.untuned]
+    if unlearned:
+        yield (
+            f"Did not learn in the search, so their settings are chosen at random: {_list_contestants(study, unlearned)}. Train "
+            f"longer there."
+        )
     untuned = [labels for labels in study.untuned if not is_untrained(labels)]
     if untuned:
         yield f"Not tuned, with the settings of the control: {_list_contestants(study, untuned)}."

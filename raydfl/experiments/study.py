@@ -114,6 +114,8 @@ class Study:
     """Tuned settings whose best value is the smallest or the largest of the search, by the labels of a cell."""
     untuned: tuple[tuple[str, ...], ...] = ()
     """Labels of the cells of trained controls with the tuned settings of their control."""
+    unlearned: tuple[tuple[str, ...], ...] = ()
+    """Labels of the cells whose best draw did not learn in the search."""
     trials: tuple[Trial, ...] = ()
     """All planned trials: the first repeat of every contestant, then the second, and so on. With optuna the tuple is empty, and
     with pbt it has the first members. Trials with equal configurations have equal identities."""

@@ -73,6 +73,22 @@ def test_classification_by_hand(tmp_path: Path) -> None:
     assert measure_values(configure(tmp_path, moved))[LINEAR] == 3 / 5
 
 
+@pytest.mark.parametrize("split", ["client_test", "validation", "server_validation"])
+def test_each_test_and_held_out_set_has_its_controls(tmp_path: Path, split: str) -> None:
+    # WORDS with the test clips at the clients or in the server's held-out set, and one more clip in the server's test: b at 8.
+    rows = [*WORDS, *make_rows("b", "bert", "validation", 8)]
+    held = {split: {"by": "split", "values": ["test"]}, "test": {"by": "split", "values": ["validation"]}}
+    measured = {
+        (control.split, control.name): control.value
+        for control in measure(configure(tmp_path, rows, data={"split": held}))[0]
+    }
+    by_hand = {
+        split: {"chance": 1 / 2, "majority": 2 / 5, LINEAR: 4 / 5, NEAREST: 3 / 5},
+        "test": {"chance": 1 / 2, "majority": 0, LINEAR: 1, NEAREST: 1},
+    }
+    assert measured == {(split, name): value for split, values in by_hand.items() for name, value in values.items()}
+
+
 def test_detection_by_hand(tmp_path: Path) -> None:
     """One machine: normal training clips at 0 and 2, normal test clips at 1 and 4, anomalies at 3 and -4.
 
@@ -310,6 +326,22 @@ def test_noise_of_rounding_is_not_amplified(tmp_path: Path) -> None:
     rows = [*draw_rows(rng, "xyz", "train", 60), *draw_rows(rng, "xyz", "test", 90)]
     constant = [(*row[:3], np.hstack([row[3], 1 + 1e-7 * rng.normal(size=(len(row[3]), 1))])) for row in rows]
     assert measure_values(configure(tmp_path, constant)) == measure_values(configure(tmp_path, rows))
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "server_validation"])
+def test_each_set_with_anomalies_has_its_controls(tmp_path: Path, split: str) -> None:
+    """The set of :func:`test_detection_by_hand`, as the server's test and as held-out clips."""
+    rows = [
+        *make_rows("normal", "fan", "train", 0, 2),
+        *make_rows("normal", "fan", "test", 1, 4),
+        *make_rows("anomaly", "fan", "test", 3, -4),
+    ]
+    data = {"split": {"test": None} | {split: {"by": "split", "values": ["test"]}}}
+    controls, _ = measure(configure(tmp_path, rows, objective=NORMAL, data=data))
+    expected = {"chance": 0.5, MAHALANOBIS: 0.75, NEAREST: 0.625, LOUDNESS: 0.75}
+    assert {(control.split, control.name): control.value for control in controls} == {
+        (split, name): value for name, value in expected.items()
+    }
 
 
 @pytest.mark.parametrize(

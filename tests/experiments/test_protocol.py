@@ -472,6 +472,22 @@ def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFil
     assert "Best at an end of the tried range, so a wider range may be better: FedAvg." in notes
 
 
+def test_a_contestant_at_chance_in_the_search_is_reported(grid: StudyFile) -> None:
+    # FedProx scores 60: below 50 + 2 x 10.
+    chance = to_json([Control("chance", "validation", "accuracy", 0.5, 25, 0.1)], "")
+    search = load_study(write_tuning(grid))
+    for trial in search.trials:
+        score = {"FedAvg": 0.9, "FedProx": 0.6}[trial.labels[0]]
+        write_run_folder(trial, {"validation model/accuracy": [score] * ROUNDS})
+        (trial.run_dir / "controls.json").write_text(chance)
+    study = load_study(grid(**PROTOCOL | {"axes": dict(search.settings.axes), "tuned": "tuning.yaml"}))
+    assert study.unlearned == (("FedProx",),)
+    assert (
+        "Did not learn in the search, so their settings are chosen at random: FedProx. Train longer there."
+        in " ".join(describe_results(read_results(study)))
+    )
+
+
 def test_a_contestant_may_be_tuned_over_its_own_option(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
     # Eight trials for each: eight rates for FedAvg, four rates and two values of mu for FedProx.
     own = {"train.optimiser.lr": {"grid": [0.02, 0.04, 0.05, 0.06]}, "method.mu": {"grid": [0.25, 1]}}

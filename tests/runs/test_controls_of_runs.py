@@ -31,11 +31,13 @@ def test_a_run_reports_its_controls(tiny: Tiny) -> None:
     output = io.StringIO()
     result = run(tiny("train.rounds=1"), Progress("lines", output))
     stored = json.loads((result.run_dir / "controls.json").read_text())
-    assert [control["name"] for control in stored["controls"]] == NAMES
+    assert [(control["split"], control["name"]) for control in stored["controls"]] == [
+        (split, name) for split in ("test", "validation") for name in NAMES
+    ]
     assert list(result.controls) == [Control(**values) for values in stored["controls"]]
     assert raydfl.load_result(result.run_dir).controls == result.controls
     assert list(raydfl.read_run(result.run_dir).controls) == list(result.controls)
-    linear, nearest = (control.value for control in result.controls[2:])
+    linear, nearest = (control.value for control in result.controls[2:4])
     best, name = max((linear, "linear model"), (nearest, "nearest neighbour"), key=lambda pair: pair[0])
     assert f"raw features {best:.3f} ({name})\n" in output.getvalue()
     page = read_page(result.run_dir)
@@ -121,7 +123,8 @@ def test_damaged_controls_are_reported(tiny: Tiny) -> None:
 def test_a_comparison_has_the_controls_of_each_data_set(tiny: Tiny, tmp_path: Path) -> None:
     results = [run(tiny("train.rounds=1", f"run.name=seed-{seed}", f"run.seed={seed}")) for seed in (1, 2)]
     page = write_report([result.run_dir for result in results], tmp_path / "both.html").read_text()
-    assert page.count("chance (") == page.count("raw features: linear model (") == 1
+    splits = {control.split for control in results[0].controls}
+    assert page.count("chance (") == page.count("raw features: linear model (") == len(splits)
 
 
 def test_an_objective_without_controls_is_named(tiny: Tiny) -> None:
