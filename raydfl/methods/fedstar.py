@@ -22,7 +22,7 @@ Readings. The paper and its code differ. The defaults follow the code, the sourc
 - The paper weights clients by all their clips (``weight: clips``). The code weights them by their unlabelled clips, rounded up to
   whole batches (``weight: batches``).
 - The paper assumes both pools. Here a client without labels learns only from pseudo-labels, and a client without unlabelled clips
-  only from labels.
+  only from labels. A batch without labels and accepted pseudo-labels has no decay, so it changes nothing.
 
 ``learn_from`` selects the paper's supervised baseline, or a baseline with FedSTAR's number of steps and clips per step.
 
@@ -150,7 +150,9 @@ class FedSTAR(Method):
         supervised = _average(_compute_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
         guessed = _average(_compute_cross_entropy(student, guess), accepted, unlabelled)
         share = 1 - self.beta if self.mix == "weighted" else 1.0
-        value = share * supervised + self.beta * guessed + self._compute_decay(step)
+        # Without a label or a guess to learn, the decay alone would give Adam full steps.
+        learns = share * labelled.sum() + self.beta * accepted.sum() > 0
+        value = share * supervised + self.beta * guessed + learns * self._compute_decay(step)
         return value, {
             "accepted": (accepted.sum(), unlabelled.sum()),
             "pseudo_label_accuracy": ((known * (guess == hidden)).sum(), known.sum()),

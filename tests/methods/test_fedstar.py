@@ -71,6 +71,8 @@ def compute_loss(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndar
     n_unlabelled = int((batch.columns["pool"] == 1).sum())
     loss = (1 - method.beta if method.mix == "weighted" else 1) * float(np.mean(supervised or [0]))
     loss += method.beta * pseudo_loss / max(n_unlabelled, 1)
+    if not supervised and (not accepted or method.beta == 0):
+        return 0.0, accepted, checkable, correct
     kernels = [p for p in network.parameters() if p.dim() == 4]
     return (
         loss + method.kernel_decay * sum(float(k.detach().square().sum()) for k in kernels),
@@ -131,6 +133,16 @@ def test_pseudo_labels_get_no_gradient_and_a_threshold_above_1_rejects_all() -> 
         everything, torch.autograd.grad(expected, list(network.parameters())), strict=True
     ):
         torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_a_batch_without_labels_and_pseudo_labels_changes_nothing() -> None:
+    """Adam would take full steps from the gradient of the decay alone, as large as from labels."""
+    network = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0)
+    for labelled, tau, zero in ((0, 1.01, True), (0, 0.0, False), (1, 1.01, False)):
+        step = make_step(network, torch.full((CLASSES,), tau))
+        value, _ = FedSTAR(kernel_decay=0.01).self_training(step, make_pooled_batch(labelled, 9))
+        gradients = torch.autograd.grad(value, list(network.parameters()))
+        assert all(not gradient.any() for gradient in gradients) is zero
 
 
 def test_the_threshold_rises_with_the_round_counted_from_1() -> None:
