@@ -52,6 +52,12 @@ def describe_results(results: StudyResults) -> list[str]:
             f"Difference: from the cell with {names}, mean of the differences between runs with equal {repeats or 'seed'}, "
             f"with the {100 * CONFIDENCE:.0f} % interval of Student's t (for two or more pairs)."
         )
+    measured = [contestant for contestant in results.contestants if contestant.results]
+    notes += [
+        f"No run measured {metric.score} on {metric.split}. Change the score or the split in also."
+        for place, metric in enumerate(measured[0].metrics[1:] if measured else (), start=1)
+        if not any(contestant.find_curves(place) for contestant in measured)
+    ]
     notes += describe_protocol(results)
     notes += _describe_features(study)
     if settings.paper is not None:

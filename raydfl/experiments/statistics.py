@@ -53,7 +53,7 @@ class Spread:
     def __str__(self) -> str:
         return (
             format_number(self.mean)
-            if len(self.by_repeat) < 2
+            if len(self.by_repeat) < 2 or math.isnan(self.mean)
             else f"{format_number(self.mean)} ± {format_number(self.std)}"
         )
 

@@ -60,6 +60,11 @@ def read_results(study: Study) -> StudyResults:
 # -- conclusions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("values", "text"), [([1.0, 3.0], "2.00 ± 1.41"), ([3.0], "3.00"), ([1.0, math.nan], "-")])
+def test_a_spread_is_mean_and_deviation(values: list[float], text: str) -> None:
+    assert str(Spread({f"run.seed={index}": value for index, value in enumerate(values)})) == text
+
+
 def test_three_differences_by_hand() -> None:
     # 2, 3 and 4: mean 3, standard deviation 1, standard error 0.577; t(0.975, 2) is 4.303, so the interval is 3 ± 2.48.
     difference = make_difference(2, 3, 4)

@@ -332,6 +332,22 @@ def test_scores_of_a_private_model_are_found_by_its_name(grid: StudyFile) -> Non
     assert cell.score("tail", 1).mean == 75
 
 
+def test_a_further_metric_without_values_is_reported(grid: StudyFile) -> None:
+    axes = {"method": {"one": {"method": "fedavg"}}}
+    also = [{"score": "loss"}, {"score": "loss", "split": "server"}, {"score": "loss", "split": "train"}]
+    study = _make_study(grid, axes=axes, control={}, paper=None, also=also)
+    assert "No run measured" not in " ".join(describe_results(collect(study)))  # no run is finished
+    for run in study.trials:
+        write_run_folder(
+            run,
+            {
+                f"{split} model/{score}": [0.5] * ROUNDS
+                for split, score in (("test", "accuracy"), ("test", "loss"), ("train", "loss"))
+            },
+        )
+    assert "No run measured loss on server. Change the score or the split in also." in describe_results(collect(study))
+
+
 def test_scores_may_come_from_the_round_of_the_best_validation(grid: StudyFile) -> None:
     chosen = {"summary": "chosen", "settings": {"train.rounds": 3, "run.best": {}, "data.split.validation": 0.2}}
     study = _make_study(grid, axes={"method": {"one": {"method": "fedavg"}}}, control={}, paper=None, **chosen)

@@ -36,7 +36,7 @@ def test_a_run_reports_its_controls(tiny: Tiny) -> None:
     ]
     assert list(result.controls) == [Control(**values) for values in stored["controls"]]
     assert raydfl.load_result(result.run_dir).controls == result.controls
-    assert list(raydfl.read_run(result.run_dir).controls) == list(result.controls)
+    assert list(raydfl.read_run(str(result.run_dir)).controls) == list(result.controls)
     linear, nearest = (control.value for control in result.controls[2:4])
     best, name = max((linear, "linear model"), (nearest, "nearest neighbour"), key=lambda pair: pair[0])
     assert f"raw features {best:.3f} ({name})\n" in output.getvalue()
@@ -65,7 +65,7 @@ def test_the_clients_own_tests_are_the_test_clips(tiny: Tiny) -> None:
         tiny("train.rounds=1", "data.split={test: null, client_test: {fraction: 0.3}}", "evaluate.clients=all")
     )
     assert {control.split for control in result.controls} == {"client_test"}
-    measured = raydfl.read_rows(result.run_dir).to_pylist()
+    measured = raydfl.read_rows(str(result.run_dir)).to_pylist()
     tested = [row for row in measured if row["split"] == "client_test" and row["metric"] == "model/accuracy"]
     assert result.controls[0].count == sum(row["count"] for row in tested if row["client"])
 

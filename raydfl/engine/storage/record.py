@@ -281,7 +281,7 @@ def _make_filter(file: _RowsFile, until_round: int | None, where: pc.Expression 
 
 
 def read_rows(
-    run_dir: Path,
+    run_dir: str | Path,
     until_round: int | None = None,
     *,
     where: pc.Expression | None = None,
@@ -304,7 +304,7 @@ def read_rows(
     for _ in range(3):
         files = [
             file
-            for file in _files(run_dir)
+            for file in _files(Path(run_dir))
             if until_round is None or file.last <= until_round or (file.merged and file.first <= until_round)
         ]
         try:
@@ -313,7 +313,9 @@ def read_rows(
         except RunDirectoryError:
             if all(file.path.exists() for file in files):  # else the run has merged a file since the folder was listed
                 raise
-    raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read. Try again when the run has ended")
+    raise RunDirectoryError(
+        f"{Path(run_dir) / 'rows'} changes faster than it can be read. Try again when the run has ended"
+    )
 
 
 def list_missing_rounds(recorded: Iterable[int], until_round: int) -> str:

@@ -236,12 +236,13 @@ class RunRecord:
         return float(np.concatenate(recorded).sum()) if recorded else None
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: str | Path) -> RunRecord:
     """Read the data of a run directory. Missing files and measurements are listed in ``missing``.
 
     Raises:
         RunDirectoryError: The folder is missing, is not a run directory, or contains a damaged file.
     """
+    folder = Path(folder)
     if not folder.is_dir():
         raise RunDirectoryError(f"there is no run directory {folder}. Give the folder printed by `raydfl run`.")
     if not any((folder / name).exists() for name in ("config.yaml", "run.json", "rows")):
