@@ -159,6 +159,6 @@ def _describe_conclusion(
     sign, smallest = contestant.metrics[0].sign, study.settings.difference
     conclusion = describe_difference(difference, significant, comparisons, smallest, sign)
     trained = [part.labels for part in (contestant, control) if not is_untrained(part.labels)]
-    if set(trained) & set(study.untuned):
+    if any(labels in study.tuned and not study.tuned[labels].own for labels in trained):
         conclusion += " (not tuned)"
     return conclusion + ("" if control.learned else ", but the control did not learn")

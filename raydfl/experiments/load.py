@@ -33,7 +33,7 @@ from raydfl.experiments.settings import (
     raise_first,
 )
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial
+from raydfl.experiments.study import Study, Trial, Tuned
 from raydfl.methods import Method
 from raydfl.runs import Progress
 
@@ -269,32 +269,26 @@ def check_domains(study: Study) -> None:
 
 def _take_tuned_settings(study: Study, path: Path) -> Study:
     """Return the study with the best settings of a search. A control's own settings take precedence."""
-    search, best, untuned = read_tuned(study, path)
-    tuned = {labels: dict(contestant.values) for labels, contestant in best.items()}
-    for name in study.settings.trained_controls:
-        for labels, contestant in best.items():
+    search, best = _read_tuned(study, path)
+    tuned = {}
+    for labels, contestant in best.items():
+        by_axis, values = dict(zip(study.axes, labels, strict=True)), dict(contestant.values)
+        own = contestant.labels == tuple(by_axis[name] for name in search.axes)
+        for name in study.settings.trained_controls:
             if LABELS[name] in labels and LABELS[name] not in contestant.labels:
-                tuned[labels] = drop_replaced(tuned[labels], name, study.settings.controls[name])
-    extreme = {
-        labels: [
-            key
-            for key, domain in search.settings.get_domains(contestant.labels).items()
-            if domain.is_extreme(contestant.values[key])
-        ]
-        for labels, contestant in best.items()
-    }
-    unlearned = tuple(labels for labels, contestant in best.items() if not contestant.learned)
-    return replace(study, tuned=tuned, extreme=extreme, untuned=untuned, unlearned=unlearned)
+                values = drop_replaced(values, name, study.settings.controls[name])
+        domains = search.settings.get_domains(contestant.labels)
+        extreme = [key for key, domain in domains.items() if domain.is_extreme(contestant.values[key])]
+        tuned[labels] = Tuned(values, extreme, contestant.learned, own)
+    return replace(study, tuned=tuned)
 
 
-def read_tuned(
-    study: Study, path: Path
-) -> tuple[Study, dict[tuple[str, ...], Contestant], tuple[tuple[str, ...], ...]]:
+def _read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], Contestant]]:
     """Read the best draw of each contestant from the results of a search.
 
     Returns:
-        The search, the best draws by the labels of the study's cells, and the cells of trained controls that the search lacks.
-        Those have the draw of the study's control.
+        The search, and the best draws by the labels of the study's cells. Trained controls that the search lacks have the draw of
+        the study's control.
 
     Raises:
         ConfigError: The search does not fit the study, is unfinished, or has unequal numbers of trials.
@@ -339,17 +333,16 @@ def read_tuned(
             f"{where} has {fewest} trials per contestant, but the protocol requires {TRIALS}. Raise samples there."
         )
     axis, controls = study.contestants_axis, [LABELS[name] for name in study.settings.trained_controls]
-    best, untuned = {}, []
+    best = {}
     for labels in study.cells:
         by_axis = dict(zip(study.axes, labels, strict=True))
         if by_axis.get(axis) in controls and axis in search.axes and by_axis[axis] not in tuning.axes[axis]:
             by_axis[axis] = study.settings.control[axis]
-            untuned.append(labels)
         key = tuple(by_axis[name] for name in search.axes)
         if key not in finished:
             raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
         best[labels] = finished[key][0]
-    return search, best, tuple(untuned)
+    return search, best
 
 
 def _get_value(values: Mapping[str, Any], key: str) -> Any:

@@ -129,24 +129,22 @@ def _describe_tuning(study: Study) -> Iterator[str]:
         yield "Settings are not tuned per contestant."
         return
     yield f"Tuning: equal numbers of trials per contestant, on a different seed and held-out data ({study.settings.tuned})."
-    for labels, values in study.tuned.items():
-        if labels not in study.untuned:
-            yield (
-                f"Tuned settings of {', '.join(labels)}: "
-                f"{' '.join(f'{key}={describe_value(value)}' for key, value in values.items())}."
-            )
-    extreme = [labels for labels, settings in study.extreme.items() if settings and labels not in study.untuned]
+    own = {labels: tuned for labels, tuned in study.tuned.items() if tuned.own}
+    for labels, tuned in own.items():
+        values = " ".join(f"{key}={describe_value(value)}" for key, value in tuned.values.items())
+        yield f"Tuned settings of {', '.join(labels)}: {values}."
+    extreme = [labels for labels, tuned in own.items() if tuned.extreme]
     if extreme:
         yield f"Best at an end of the tried range, so a wider range may be better: {_list_contestants(study, extreme)}."
-    unlearned = [labels for labels in study.unlearned if labels not in study.untuned]
+    unlearned = [labels for labels, tuned in own.items() if not tuned.learned]
     if unlearned:
         yield (
             f"Did not learn in the search, so their settings are chosen at random: {_list_contestants(study, unlearned)}. Train "
             f"longer there."
         )
-    untuned = [labels for labels in study.untuned if not is_untrained(labels)]
-    if untuned:
-        yield f"Not tuned, with the settings of the control: {_list_contestants(study, untuned)}."
+    lacking = [labels for labels, tuned in study.tuned.items() if not tuned.own and not is_untrained(labels)]
+    if lacking:
+        yield f"Not tuned, with the settings of the control: {_list_contestants(study, lacking)}."
 
 
 def _list_contestants(study: Study, cells: Iterable[tuple[str, ...]]) -> str:

@@ -95,6 +95,20 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """Settings of a cell from a search."""
+
+    values: Mapping[str, Any]
+    """Settings of the best draw."""
+    extreme: Sequence[str] = ()
+    """Settings whose best value is the smallest or the largest of the search."""
+    learned: bool = True
+    """Whether the best draw learned in the search."""
+    own: bool = True
+    """Whether the search has the cell. Otherwise the cell is a trained control with the settings of the study's control."""
+
+
+@dataclass(frozen=True)
 class Study:
     """A study with valid configurations."""
 
@@ -108,14 +122,8 @@ class Study:
     """Selected labels by axis."""
     bases: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Base configurations by their names in the file."""
-    tuned: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
+    tuned: Mapping[tuple[str, ...], Tuned] = field(default_factory=dict)
     """Tuned settings by the labels of a cell."""
-    extreme: Mapping[tuple[str, ...], Sequence[str]] = field(default_factory=dict)
-    """Tuned settings whose best value is the smallest or the largest of the search, by the labels of a cell."""
-    untuned: tuple[tuple[str, ...], ...] = ()
-    """Labels of the cells of trained controls with the tuned settings of their control."""
-    unlearned: tuple[tuple[str, ...], ...] = ()
-    """Labels of the cells whose best draw did not learn in the search."""
     trials: tuple[Trial, ...] = ()
     """All planned trials: the first repeat of every contestant, then the second, and so on. With optuna the tuple is empty, and
     with pbt it has the first members. Trials with equal configurations have equal identities."""
@@ -281,7 +289,7 @@ class Study:
             layer = {key: value for key, value in axis[label].items() if key not in _NOT_SETTINGS}
             layers.append((f"axes.{name}.{label}", layer))
         layers += [
-            ("tuned", dict(self.tuned.get(labels, {}))),
+            ("tuned", dict(self.tuned[labels].values) if labels in self.tuned else {}),
             ("domains", values),
             ("repeat", self.repeats(labels)[repeat]),
         ]

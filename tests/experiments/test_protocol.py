@@ -432,7 +432,7 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     grid: StudyFile, tuned_keys: dict[str, Any]
 ) -> None:
     study = load_study(grid(**tuned_keys | {"controls": ["local", "centralised"]}))
-    assert not any(study.extreme.values())
+    assert not any(tuned.extreme for tuned in study.tuned.values())
     rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in study.trials}
     assert rates == pytest.approx({"FedAvg": 0.03, "FedProx": 0.05, "local only": 0.03, "centralised": 0.03})
     scores = {"FedAvg": 0.5, "FedProx": 0.6, "local only": 0.4, "centralised": 0.8}
@@ -471,7 +471,10 @@ def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFil
         if not trial.run_dir.exists():
             write_run_folder(trial, {"validation model/accuracy": [0.5] * ROUNDS})
     study = load_study(grid(**tuned_keys))
-    assert study.extreme == {("FedAvg",): ["train.optimiser.lr"], ("FedProx",): []}
+    assert {labels: tuned.extreme for labels, tuned in study.tuned.items()} == {
+        ("FedAvg",): ["train.optimiser.lr"],
+        ("FedProx",): [],
+    }
     notes = " ".join(describe_results(read_results(study)))
     assert "Tuned settings of FedAvg: train.optimiser.lr=0.03." in notes
     assert "Best at an end of the tried range, so a wider range may be better: FedAvg." in notes
@@ -486,7 +489,7 @@ def test_a_contestant_at_chance_in_the_search_is_reported(grid: StudyFile) -> No
         write_run_folder(trial, {"validation model/accuracy": [score] * ROUNDS})
         (trial.run_dir / "controls.json").write_text(chance)
     study = load_study(grid(**PROTOCOL | {"axes": dict(search.settings.axes), "tuned": "tuning.yaml"}))
-    assert study.unlearned == (("FedProx",),)
+    assert {labels: tuned.learned for labels, tuned in study.tuned.items()} == {("FedAvg",): True, ("FedProx",): False}
     assert (
         "Did not learn in the search, so their settings are chosen at random: FedProx. Train longer there."
         in " ".join(describe_results(read_results(study)))
@@ -510,11 +513,14 @@ def test_a_contestant_may_be_tuned_over_its_own_option(grid: StudyFile, tuned_ke
             distance = abs(trial.values["train.optimiser.lr"] - 0.05) + trial.values.get("method.mu", 0) / 10
             write_run_folder(trial, {"validation model/accuracy": [0.9 - distance] * ROUNDS})
     study = load_study(grid(**tuned_keys))
-    assert study.tuned == {
+    assert {labels: tuned.values for labels, tuned in study.tuned.items()} == {
         ("FedAvg",): {"train.optimiser.lr": pytest.approx(0.03)},
         ("FedProx",): {"train.optimiser.lr": 0.05, "method.mu": 0.25},
     }
-    assert study.extreme == {("FedAvg",): [], ("FedProx",): ["method.mu"]}
+    assert {labels: tuned.extreme for labels, tuned in study.tuned.items()} == {
+        ("FedAvg",): [],
+        ("FedProx",): ["method.mu"],
+    }
     assert {trial.config.method["mu"] for trial in study.trials if trial.labels == ("FedProx",)} == {0.25}
     results = read_results(search)
     headings, lines = make_full_table(results)
@@ -675,7 +681,8 @@ def test_a_result_has_the_controls_of_the_headlines_test_set(grid: StudyFile) ->
     trial = study.trials[0]
     done = run(trial.config)
     assert done.run_dir.samefile(trial.run_dir)
-    assert make_result(study, trial).controls == [asdict(control) for control in done.controls]
-    assert {control.split for control in done.controls} == {"test"}
     validated = load_study(grid(metric={"split": "validation"}))
-    assert make_result(validated, replace(trial, metric=validated.trials[0].metric)).controls == []
+    for metric in (trial.metric, validated.trials[0].metric):
+        controls = make_result(study, replace(trial, metric=metric)).controls
+        assert controls == [asdict(control) for control in done.controls if control.split == metric.split]
+        assert [control["name"] for control in controls][:2] == ["chance", "majority"]
