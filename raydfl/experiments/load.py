@@ -296,10 +296,13 @@ def _read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], 
     search = load_study(path, [text for text in study.overrides if not text.startswith("run.name")])
     where = f"{study.file}: tuned: {path.name}"
     tuning, values = search.settings, search.first.config.model_dump(mode="json")
+    repeats = [repeat for labels in search.cells for repeat in search.repeats(labels).values()]
     reported = [
         key
         for key, repeated in (study.settings.repeat or {"run.seed": [1]}).items()
-        if label_of(_get_value(values, key)) in map(label_of, repeated)
+        if not {label_of(repeat.get(key, _get_value(values, key))) for repeat in repeats}.isdisjoint(
+            map(label_of, repeated)
+        )
     ]
     raise_first({
         f"{where} has no domains, so it tunes nothing. Name the file of a search.": not tuning.domains,

@@ -571,6 +571,7 @@ def test_unequal_tuning_is_refused(grid: StudyFile, tuned_keys: dict[str, Any]) 
             {"settings": {"train.rounds": ROUNDS, "data.split.validation": 0.25, "run.seed": 3}},
             "tunes with a value of run.seed",
         ),
+        ({"repeat": {"run.seed": [9, 3]}}, "tunes with a value of run.seed"),
         ({"domains": None, "searcher": None}, "has no domains"),
     ],
 )
