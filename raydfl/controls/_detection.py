@@ -69,19 +69,23 @@ def measure_detectors(
 def _list_tests(
     data: Population, objective: AnomalyObjective, rng: np.random.Generator
 ) -> Iterator[tuple[str, list[Examples], list[Examples]]]:
-    """Yield the split, the normal training clips and the test clips of each test: the server's, then the clients'."""
+    """Yield the split, the normal training clips and the test clips of each test with anomalies, first the server's."""
 
     def draw(parts: Sequence[Examples], limit: int) -> list[Examples]:
         return draw_clips([objective.normal_examples(part) for part in parts], limit, rng)
 
+    def has_anomalies(parts: Sequence[Examples]) -> bool:
+        return any(len(objective.normal_examples(part)) < len(part) for part in parts)
+
     normal = draw(data.read_role("train"), LIMIT)
     tests = [(split, normal, data.read_role(split)) for split in ("test", "server_validation")]
-    for client in range(len(data)) if data.read_role("client_test") or data.read_role("validation") else ():
+    own_splits = [split for split in ("client_test", "validation") if has_anomalies(data.read_role(split))]
+    for client in range(len(data)) if own_splits else ():
         own = data.data(client)
         normal = draw([*own.pools.values()], max(2, LIMIT // len(data)))
         own_tests = {"client_test": own.test, "validation": own.validation}
-        tests += [(split, normal, [clips]) for split, clips in own_tests.items() if len(clips)]
-    return (test for test in tests if all(test))
+        tests += [(split, normal, [own_tests[split]]) for split in own_splits]
+    return (test for test in tests if test[1] and has_anomalies(test[2]))
 
 
 def _describe(parts: Sequence[Examples], objective: AnomalyObjective) -> tuple[Tensor, Scores, float]:

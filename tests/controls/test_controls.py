@@ -344,6 +344,23 @@ def test_each_set_with_anomalies_has_its_controls(tmp_path: Path, split: str) ->
     }
 
 
+def test_held_out_clips_without_anomalies_do_not_prevent_the_controls_of_the_test(tmp_path: Path) -> None:
+    """A client with one training clip has no spread, but nothing is compared with it: its held-out clip is normal."""
+    rows = [
+        *make_rows("normal", "fan", "train", 0, 2),
+        *make_rows("normal", "pump", "train", 1),
+        *make_rows("normal", "pump", "validation", 1),
+        *make_rows("normal", "fan", "test", 1, 4),
+        *make_rows("anomaly", "fan", "test", 3, -4),
+    ]
+    data = {
+        "split": {"test": {"by": "split", "values": ["test"]}, "validation": {"by": "split", "values": ["validation"]}}
+    }
+    controls, note = measure(configure(tmp_path, rows, objective=NORMAL, data=data))
+    assert note == ""
+    assert {control.split for control in controls} == {"test"}
+
+
 @pytest.mark.parametrize(
     ("objective", "note"),
     [
