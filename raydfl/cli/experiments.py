@@ -40,9 +40,9 @@ def describe_study(study: Study) -> str:
     counts.append(f"{sum(trial.finished for trial in study.distinct)} finished, in {study.folder}")
     lines.append(", ".join(counts))
     if settings.domains:
-        metric = study.first.metric
+        metric, rounds = study.first.metric, max(trial.config.train.rounds for trial in study.distinct or [study.first])
         lines.append(
-            f"searcher {settings.searcher}, scheduler {settings.scheduler.name}, at most {study.rounds} rounds, best: "
+            f"searcher {settings.searcher}, scheduler {settings.scheduler.name}, at most {rounds} rounds, best: "
             f"{metric.best} of {metric.title}"
         )
     return "\n".join([*lines, "All configurations are valid."])

@@ -405,3 +405,10 @@ def test_check_describes_a_search(search_file: StudyFile, raydfl: Raydfl) -> Non
     assert "method.mu: loguniform" in result.out
     assert "4 runs, 0 finished" in result.out
     assert "searcher random, scheduler pbt, at most 4 rounds, best: min of loss, validation" in result.out
+
+
+def test_check_counts_the_rounds_of_the_longest_contestant(search_file: StudyFile, raydfl: Raydfl) -> None:
+    axes = {"length": {"short": {"train.rounds": 2}, "long": {"train.rounds": 6}}}
+    values = {"method.mu": {"grid": [0.01, 0.1]}}
+    result = raydfl("search", search_file(axes=axes, domains=values, searcher="grid", rounds=None, samples=None), "--check")
+    assert "at most 6 rounds" in result.out
