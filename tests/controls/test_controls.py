@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import beeps
 import numpy as np
@@ -114,13 +114,16 @@ TRANSCRIBE: dict[str, Any] = {
 }
 
 
-def test_transcription_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["test", "client_test", "validation", "server_validation"])
+def test_transcription_by_hand(tmp_path: Path, split: str) -> None:
     """The answer ab has 0, 0, 1 and 1 edits in training. In the test it has 0, 1 and 1 for 6 characters."""
     rows = [
         *(row for text in ("ab", "ab", "aab", "b") for row in make_rows(text, "anna", "train", 0)),
-        *(row for text in ("ab", "bb", "aa") for row in make_rows(text, "bert", "test", 0)),
+        *(row for text in ("ab", "bb", "aa") for row in make_rows(text, "anna", "test", 0)),
     ]
-    assert measure(configure(tmp_path, rows, **TRANSCRIBE)) == ([Control("majority", "test", "cer", 2 / 6, 3)], "")
+    data = {**TRANSCRIBE["data"], "split": {"test": None, split: {"by": "split", "values": ["test"]}}}
+    controls = measure(configure(tmp_path, rows, **{**TRANSCRIBE, "data": data}))
+    assert controls == ([Control("majority", split, "cer", 2 / 6, 3)], "")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -136,6 +139,29 @@ def test_transcription_agrees_with_jiwer(tmp_path: Path, seed: int) -> None:
     assert control.value == pytest.approx(jiwer.cer(texts, [answer] * len(texts)))
 
 
+@pytest.mark.parametrize("split", ["test", "server_validation"])
+def test_verification_by_hand(tmp_path: Path, split: str) -> None:
+    """A clip is a direction in degrees: a at 0 and 40, b at 90 and 100, c at 180 and 300.
+
+    Own trials differ by 40, 10 and 120. Four of the twelve others differ by at most 80: 50, 60, 60 and 80. So with 80 as the
+    limit, a third of the own trials is rejected, and a third of the others is accepted.
+    """
+    corners = [("a", [1, 1]), ("b", [-1, -1]), ("c", [1, -1]), ("a", [-1, 1])]
+    angles = [("a", 0), ("a", 40), ("b", 90), ("b", 100), ("c", 180), ("c", 300)]
+    rows = [
+        *((label, "anna", "train", [corner]) for label, corner in corners),
+        *((label, "bert", "test", [[math.cos(math.radians(x)), math.sin(math.radians(x))]]) for label, x in angles),
+    ]
+    held = {"test": None, split: {"by": "split", "values": ["test"]}}
+    settings = {"objective": {"name": "verify"}, "models": {"model": {"name": "linear"}}, "data": {"split": held}}
+    controls, note = measure(configure(tmp_path, rows, **settings))
+    assert note == ""
+    assert [(control.name, control.split, control.value) for control in controls] == [
+        ("chance", split, 0.5),
+        ("raw features: cosine", split, pytest.approx(1 / 3)),
+    ]
+
+
 def test_texts_that_are_no_transcripts_have_no_control(tmp_path: Path) -> None:
     config = configure(tmp_path, WORDS)
     population = build_population(config.data, 1).use(config.data)
@@ -144,8 +170,10 @@ def test_texts_that_are_no_transcripts_have_no_control(tmp_path: Path) -> None:
     assert note.startswith("No raw-feature control for the objective")
 
 
-def test_the_frame_model_of_events_agrees_with_scikit_learn(tmp_path: Path) -> None:
-    data = {"name": f"{beeps.__file__}:Beeps", "takes": 150, "weak": 1, "events": {}, "split": {}}
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_the_frame_model_of_events_agrees_with_scikit_learn(tmp_path: Path, split: str) -> None:
+    own = {} if split == "test" else {"test": None, split: {"by": "split", "values": ["test"]}}
+    data = {"name": f"{beeps.__file__}:Beeps", "takes": 150, "weak": 1, "events": {}, "split": own}
     features = {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10}
     config = configure_data(tmp_path, {**data, "features": features}, objective="events")
     population = build_population(config.data, 1).use(config.data)
@@ -157,7 +185,7 @@ def test_the_frame_model_of_events_agrees_with_scikit_learn(tmp_path: Path) -> N
         around = [padded[start : start + 51] for start in range(len(frames))]
         return np.hstack([frames, np.mean(around, axis=1), np.std(around, axis=1)])
 
-    def list_clips(split: Literal["train", "test"]) -> Iterator[tuple[Examples, np.ndarray]]:
+    def list_clips(split: str) -> Iterator[tuple[Examples, np.ndarray]]:
         for part in population.parts[""].read_role(split):
             for row in range(len(part)):
                 events = part.events[part.labels[row]]  # type: ignore[index]
@@ -175,9 +203,9 @@ def test_the_frame_model_of_events_agrees_with_scikit_learn(tmp_path: Path) -> N
     model = Ridge(alpha=1).fit(scaler.transform(np.concatenate(values)), np.concatenate(active))
     counts = sum(
         count_detections(np.clip(model.predict(scaler.transform(describe_frames(clip))), 0, 1), 0.01, events)
-        for clip, events in list_clips("test")
+        for clip, events in list_clips(split)
     )
-    assert (note, [control.name for control in controls]) == ("", [LINEAR])
+    assert (note, [(control.split, control.name) for control in controls]) == ("", [(split, LINEAR)])
     assert controls[0].value == pytest.approx(compute_psds(counts, "psds1"))  # type: ignore[arg-type]
     assert 0 < controls[0].value < 1
 

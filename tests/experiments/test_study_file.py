@@ -410,5 +410,7 @@ def test_check_describes_a_search(search_file: StudyFile, raydfl: Raydfl) -> Non
 def test_check_counts_the_rounds_of_the_longest_contestant(search_file: StudyFile, raydfl: Raydfl) -> None:
     axes = {"length": {"short": {"train.rounds": 2}, "long": {"train.rounds": 6}}}
     values = {"method.mu": {"grid": [0.01, 0.1]}}
-    result = raydfl("search", search_file(axes=axes, domains=values, searcher="grid", rounds=None, samples=None), "--check")
+    result = raydfl(
+        "search", search_file(axes=axes, domains=values, searcher="grid", rounds=None, samples=None), "--check"
+    )
     assert "at most 6 rounds" in result.out

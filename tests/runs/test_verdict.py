@@ -256,7 +256,8 @@ def test_an_auc_has_an_interval(tmp_path: Path) -> None:
     make_run(folder, config("fedavg", rounds=1), done=0)
     (folder / "LATEST").write_text("000001-00000000.safetensors")
     write_rows(rows_path(folder, 1), [MetricRow(1, "evaluate", "", "client_test", "model/auc", 0.6, 40.0)])
-    controls = [Control("chance", "client_test", "auc", 0.5, 40, 0.092, positives=20)]
+    controls = [Control("chance", "validation", "auc", 0.5, 40, positives=5)]  # of other clips
+    controls.append(Control("chance", "client_test", "auc", 0.5, 40, 0.092, positives=20))
     (folder / "controls.json").write_text(to_json(controls, ""))
     verdict = judge(read_run(folder))
     assert verdict.text.startswith("not better than chance (0.500): AUC 0.600 [0.42")
