@@ -150,8 +150,14 @@ def _average_parts(controls: Sequence[Control]) -> list[Control]:
 
 
 def _measure_budget(record: RunRecord) -> dict[str, float]:
+    """Measure a run's budget. A column without a value in a round of training is unknown, so it is omitted."""
     sums = {column: record.sum_totals(name) for column, (name, _) in BUDGET.items()}
-    budget = {column: round(value * BUDGET[column][1], 3) for column, value in sums.items() if value is not None}
+    trained = len(record.totals("steps")[0])
+    budget = {
+        column: round(value * BUDGET[column][1], 3)
+        for column, value in sums.items()
+        if value is not None and len(record.totals(BUDGET[column][0])[0]) >= trained
+    }
     for column, (name, factor) in MEANS.items():
         curve = next((curve for (_, metric), curve in record.curves.items() if metric == name), None)
         budget |= {} if curve is None else {column: round(float(curve.trained.mean()) * factor, 3)}

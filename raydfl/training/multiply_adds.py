@@ -2,7 +2,8 @@
 
 A client's budget is the sum, over its trained networks, of the multiply-adds of a forward pass of one example, times the number of
 training examples. Networks count as built. A masked tensor counts by its share of kept elements. Backward passes, teachers and
-evaluations are not counted. Each architecture is measured once.
+evaluations are not counted. Each architecture is measured once for each number of frames: that of the client's example nearest to
+their mean.
 """
 
 from __future__ import annotations
@@ -104,23 +105,33 @@ class TrainingCounter:
 
     def count(self, step: Step) -> float:
         """Return the multiply-adds of a client's training; NaN if a network cannot compute a single example."""
-        examples, total = step.data.train, 0.0
-        if not isinstance(examples, Examples) or not len(examples):
-            return math.nan
-        for model, number in step.clock.examples.items():
-            key = (step.client.models, model, tuple((name, view.length) for name, view in examples.views.items()))
+        pools = [pool for pool in step.data.pools.values() if isinstance(pool, Examples) and len(pool)]
+        total = 0.0
+        for model, number in step.clock.examples.items() if pools else ():
+            chosen = _choose_example(pools[0])
+            frames = tuple((name, int(view.counts[0])) for name, view in chosen.views.items())
+            key = (step.client.models, model, frames)
             if key not in self._measured:
-                self._measured[key] = _measure(step, model, examples)
+                self._measured[key] = _measure(step, model, chosen)
             counts, kept = self._measured[key], step.execution.kept
             total += number * sum(count * kept.get(f"{model}/{name}", 1.0) for name, count in counts.items())
-        return total
+        return total if pools or not step.clock.steps else math.nan
 
 
-def _measure(step: Step, model: str, examples: Examples) -> Counter[str]:
-    """Count the multiply-adds of the first training example."""
-    first = np.zeros(1, np.int64)
+def _choose_example(examples: Examples) -> Examples:
+    """Return the example whose number of frames is nearest to the mean."""
+    counts = examples.first_view.counts
+    return examples.take(np.abs(counts - counts.mean()).argmin(keepdims=True))
+
+
+def _measure(step: Step, model: str, example: Examples) -> Counter[str]:
+    """Count the multiply-adds of one example."""
+    network, first = step.models[model], np.zeros(1, np.int64)
+    if getattr(network, "on_features", False):  # It reads the features of other networks.
+        layers = [layer for layer in network.named_modules() if isinstance(layer[1], nn.Linear)]
+        return Counter({f"{name}.weight": layer.weight.numel() for name, layer in layers})
     try:
-        batch = examples.batch(first, step.device, examples.draw(first, 0, 0) if examples.changed else None)
-        return count_multiply_adds(step.models[model], batch)
+        batch = example.batch(first, step.device, example.draw(first, 0, 0) if example.changed else None)
+        return count_multiply_adds(network, batch)
     except FAILURES:  # A budget must not end a run.
         return Counter({"": math.nan})

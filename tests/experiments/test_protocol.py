@@ -639,6 +639,15 @@ def test_a_result_has_the_budget_of_its_run(grid: StudyFile) -> None:
     assert all(sums.values())
 
 
+def test_a_budget_with_an_unknown_round_is_omitted(grid: StudyFile) -> None:
+    first, second, *_ = (study := load_study(grid())).trials
+    work = {"train steps": [2.0, 2.0, 2.0], "train multiply_adds": [1e9, 1e9, 1e9]}  # totals of 10 clients
+    write_run_folder(first, work)
+    write_run_folder(second, {**work, "train multiply_adds": [1e9, 1e9]})
+    assert make_result(study, first).budget == {"client steps": 60.0, "multiply-adds (billions)": 30.0}
+    assert make_result(study, second).budget == {"client steps": 60.0}
+
+
 @pytest.mark.slow
 def test_a_result_without_a_column_of_the_budget_has_a_dash(finished_study: Study) -> None:
     read_results(finished_study)

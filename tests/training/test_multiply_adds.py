@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from seen_and_heard import CLIENTS, federation, write
 
 from raydfl import read_rows
 from raydfl.core import ops
@@ -131,3 +134,55 @@ def test_a_training_counts_each_trained_network_and_example(
     common = ["models.model={name: mlp, hidden: 10}", "train.rounds=1", "train.cohort=1.0", "train.local_epochs=2"]
     total, examples = read_total(tiny(*common, *options, method=method))
     assert total == pytest.approx(2 * examples * each, rel=1e-9)
+
+
+def test_the_classifier_of_fused_features_counts(tiny: Tiny, tmp_path: Path) -> None:
+    """The network of a sound has 8 inputs, 10 units and 2 classes, that of an image 64, 4 and 2, the fusion 10 + 4, 4 and 2.
+
+    Each client trains all three on its two clips, for one epoch.
+    """
+    folder = write(tmp_path / "views", takes=2)
+    config = federation(tiny, folder, "multifl", "models.audio={name: mlp, hidden: 10}", "train.rounds=1")
+    each = (8 * 10 + 10 * 2) + (64 * 4 + 4 * 2) + (14 * 4 + 4 * 2)
+    assert read_total(config) == (pytest.approx(2 * CLIENTS * each), 2 * CLIENTS)
+
+
+def test_clients_without_labels_count_their_other_clips(tiny: Tiny) -> None:
+    """Two clips of each of the three classes keep their labels, so a client has none.
+
+    A batch has two labelled clips, or the client's only one, and two unlabelled clips.
+    """
+    network = ["models.model={name: mlp, hidden: 10}", "train.rounds=1", "train.cohort=1.0", "train.batch_size=4"]
+    config = tiny(*network, "data.unlabelled={keep_clips: 2}", method="fedstar")
+    total, _ = read_total(config)
+    population = Population.load(Path(config.run.dir) / config.run.name / "population")
+    pools = [population.data(index).pools for index in range(len(population))]
+    sizes = [(len(pool["labelled"]), len(pool["unlabelled"])) for pool in pools]
+    assert min(sizes)[0] == 0
+    examples = sum(unlabelled + math.ceil(unlabelled / 2) * min(labelled, 2) for labelled, unlabelled in sizes)
+    assert total == pytest.approx(examples * (16 * 10 + 10 * 3))
+
+
+class EachFrame(nn.Module):
+    """A linear layer on each frame, and the mean of its outputs."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        outputs: Tensor = self.layer(x).mean(dim=1)
+        return outputs
+
+
+def test_clips_of_unequal_lengths_count_by_their_mean(tiny: Tiny) -> None:
+    """The layer has 16 inputs and 4 classes in each frame. A client counts the clip nearest to the mean of its clips."""
+    uneven = [f"data.name={Path(__file__).parents[1]}/data/tiny_sets.py:Made", "data.uneven=true"]
+    network = f"models.model={{name: '{__file__}:EachFrame'}}"
+    config = tiny(*uneven, "data.features.seconds=null", network, "train.rounds=1", "train.cohort=1.0")
+    total, examples = read_total(config)
+    population = Population.load(Path(config.run.dir) / config.run.name / "population")
+    counts = [population.data(index).train.first_view.counts for index in range(len(population))]
+    nearest = [min(frames.tolist(), key=lambda count: abs(count - frames.mean())) for frames in counts]
+    assert len(set(nearest)) > 1
+    assert total == 16 * 4 * sum(len(frames) * chosen for frames, chosen in zip(counts, nearest, strict=True))
