@@ -15,7 +15,7 @@ from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.statistics import Difference, Spread
 from raydfl.experiments.study import Study, Trial, count_rounds
-from raydfl.runs.report import Curve, PlateauSettings, find_plateau
+from raydfl.runs.report import Curve, PlateauSettings, align, find_plateau
 
 SUMMARIES = {
     "tail": "mean of the last evaluations",
@@ -151,22 +151,29 @@ class Contestant:
             for name, values in found.items()
         }
 
-    def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:
-        """Return the headline at each run's own plateau: the mean of the evaluations of the rule.
+    def find_plateau(self, rule: PlateauSettings, study: Study) -> float | None:
+        """Return the round of the plateau of the runs' mean score on held-out data; ``None`` if the score was still rising."""
+        trials = {trial.result[0]: trial for trial in self.trials}
+        found = [
+            result.find_curve(trials[result.identity], study.make_plateau_metric(trials[result.identity]))
+            for result in self.results
+        ]
+        curves = [curve for curve in found if curve is not None]
+        if not curves or len(curves) < len(found):
+            return None
+        rounds, values, totals = align(curves)
+        place = find_plateau(Curve(rounds, values.mean(axis=0), totals.sum(axis=0)), rule, self.metrics[0].sign)
+        return None if place is None else float(rounds[place])
 
-        Runs without a plateau have no value.
-        """
+    def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:
+        """Return the mean of the headline's evaluations from the plateau on. Without a plateau, no run has a value."""
+        start = self.find_plateau(rule, study)
+        trials = {trial.result[0]: trial for trial in self.trials}
         values = {}
-        for result in self.results:
-            trial = next(trial for trial in self.trials if trial.result[0] == result.identity)
-            held_out, curve = (
-                result.find_curve(trial, study.make_plateau_metric(trial)),
-                result.find_curve(trial, self.metrics[0]),
-            )
-            place = None if held_out is None else find_plateau(held_out, rule, self.metrics[0].sign)
-            if held_out is not None and curve is not None and place is not None:
-                rounds = held_out.rounds[place : place + 1 + rule.evaluations]
-                values[result.repeat] = float(np.mean(curve.values[np.isin(curve.rounds, rounds)]))
+        for result in self.results if start is not None else ():
+            curve = result.find_curve(trials[result.identity], self.metrics[0])
+            if curve is not None:
+                values[result.repeat] = float(np.mean(curve.values[curve.rounds >= start]))
         return Spread(values)
 
     def rank(self, summary: str) -> tuple[bool, bool, bool, float]:

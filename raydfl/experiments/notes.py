@@ -116,12 +116,18 @@ def _describe_pairs(results: StudyResults) -> Iterator[str]:
 
 
 def _describe_plateaus(results: StudyResults) -> Iterator[str]:
-    rule = results.study.settings.plateau
-    for labels, at in results.plateaus.items() if rule is not None else ():
-        text = f"rise below {rule.rise:g} in {rule.evaluations} evaluations on held-out data"  # type: ignore[union-attr]
-        state = f"round {at:.0f} of {results.study.rounds}" if at is not None else "not reached"
-        warning = "" if at is not None else " The table compares unfinished training."
-        yield f"Plateau of {', '.join(labels)}: {state} ({text}).{warning}"
+    rule, found = results.study.settings.plateau, results.plateaus
+    if rule is None or not found:
+        return
+    rounds = [f"{', '.join(labels)} {at:.0f}" for labels, at in found.items() if at is not None]
+    if rounds:
+        yield (
+            f"Plateau, the round after which the best held-out score rises by less than {rule.rise:g} (of "
+            f"{results.study.rounds} rounds): {'; '.join(rounds)}."
+        )
+    rising = [", ".join(labels) for labels, at in found.items() if at is None]
+    if rising:
+        yield f"Unfinished training, still rising in the last {rule.evaluations} evaluations: {'; '.join(rising)}."
 
 
 def _describe_tuning(study: Study) -> Iterator[str]:

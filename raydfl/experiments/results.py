@@ -19,7 +19,6 @@ from raydfl.experiments.records import RunResult
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.statistics import Difference
 from raydfl.experiments.study import Study, Trial
-from raydfl.runs.report import Curve, PlateauSettings, align, find_plateau
 
 FEWEST = 8
 """Minimum number of scores for an estimate of importance."""
@@ -103,16 +102,10 @@ class StudyResults:
 
     @cached_property
     def plateaus(self) -> dict[tuple[str, ...], float | None]:
-        """Round of the plateau of each control, by labels; ``None``: the mean validation score was still rising at the end."""
-        rule, control = self.study.settings.plateau, self.study.settings.control
-        found = dict[tuple[str, ...], float | None]()
-        for contestant in self.contestants if rule is not None else ():
-            if all(
-                control.get(name, label) == label
-                for name, label in zip(self.study.axes, contestant.labels, strict=True)
-            ):
-                found[contestant.labels] = _find_mean_plateau(contestant, rule, self.study)  # type: ignore[arg-type]
-        return found
+        """Round of the plateau of each trained contestant, by labels; ``None``: the held-out score was still rising."""
+        rule, measured = self.study.settings.plateau, (part for part in self.contestants if part.results)
+        trained = () if rule is None else (part for part in measured if not is_untrained(part.labels))
+        return {part.labels: part.find_plateau(rule, self.study) for part in trained}  # type: ignore[arg-type]
 
     @cached_property
     def importance(self) -> dict[str, float]:
@@ -147,22 +140,6 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
     further = compare_pairs(study, {contestant.labels: contestant for contestant in compared})
     return StudyResults(study, tuple(mark_best(study, compared)), failed, max(0, study.total - len(over)), further)
-
-
-def _find_mean_plateau(control: Contestant, rule: PlateauSettings, study: Study) -> float | None:
-    """Return the round of the plateau of the mean validation curve of a control's runs."""
-    trials = {trial.result[0]: trial for trial in control.trials}
-    curves = [
-        result.find_curve(trial, study.make_plateau_metric(trial))
-        for result in control.results
-        for trial in [trials[result.identity]]
-    ]
-    if not curves or any(curve is None for curve in curves):
-        return None
-    rounds, values, totals = align([curve for curve in curves if curve is not None])
-    mean = Curve(rounds, values.mean(axis=0), totals.sum(axis=0))
-    place = find_plateau(mean, rule, control.metrics[0].sign)
-    return None if place is None else float(rounds[place])
 
 
 def measure_importance(study: Study, scored: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:

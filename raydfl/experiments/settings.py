@@ -209,7 +209,7 @@ class StudySettings(Settings):
         "compute_matched and known_groups. A trained control is a label on the axis of control, with the control's settings.",
     )
     plateau: PlateauSettings | None = Field(
-        None, description="Rule on the control's validation score: has training reached its plateau?"
+        None, description="Rule on the score on held-out data: has training reached its plateau?"
     )
     tuned: Path | None = Field(
         None,

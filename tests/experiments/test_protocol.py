@@ -129,6 +129,8 @@ def test_holms_correction(p_values: tuple[float, ...], comparisons: int, expecte
         ((10, 20, 30, 40, 50, 60, 70), None),
         ((80, 80, 80), None),
         ((float("nan"), 50, 50, 50, 50), 1),
+        ((10, 10, 10, 10, 10, 50, 80, 80, 80, 80), 6),  # flat at chance, before learning begins
+        ((10, 50, 50, 50, 50, 60, 60), None),  # only one evaluation after the last rise
     ],
 )
 def test_the_plateau_is_the_first_evaluation_without_a_later_rise(values: tuple[float, ...], place: int | None) -> None:
@@ -248,7 +250,7 @@ def test_conclusions_of_a_table(finished_study: Study) -> None:
     assert conclusions["clean", "FedProx"] == "better"
     assert "no difference seen" in conclusions["clean", "fast"]
     assert conclusions["clean", "FedAvg"] == ""
-    assert results.plateaus == {("clean", "FedAvg"): 4, ("wrong", "FedAvg"): 4}
+    assert results.plateaus == {contestant.labels: 4 for contestant in results.contestants}
     headings, lines = make_full_table(results)
     plateau = [line[headings.index("at plateau")] for line in lines if line[:2] == ["clean", "FedProx"]]
     assert plateau == ["63.00 ± 1.58"]  # the mean over seeds 1 to 5 of 60 + seed

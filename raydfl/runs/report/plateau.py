@@ -10,16 +10,18 @@ from raydfl.runs.report.data import Curve
 
 
 class PlateauSettings(Settings):
-    """The rule for the plateau of training, applied to the control's score on held-out data."""
+    """The rule for the plateau of training, applied to the mean score of a contestant's runs on held-out data."""
 
-    evaluations: int = Field(5, ge=1, description="Number of consecutive evaluations without a rise of the best score.")
+    evaluations: int = Field(5, ge=1, description="Least number of evaluations after the plateau begins.")
     rise: float = Field(
-        1.0, ge=0, description="Smallest relevant rise of the best score, in the table's unit (points of per cent)."
+        1.0, ge=0, description="Smallest rise of the best score that ends a plateau, in the table's unit (points of per cent)."
     )
 
 
 def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
-    """Find the first evaluation without a rise of the best score by ``rule.rise`` in the next ``rule.evaluations``.
+    """Find the first evaluation whose best score so far is exceeded by less than ``rule.rise`` in all later evaluations.
+
+    A plateau has at least ``rule.evaluations`` later evaluations.
 
     Args:
         curve: The score on held-out data, in the unit of ``rise``.
@@ -29,9 +31,7 @@ def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int 
     Returns:
         Index of the evaluation; ``None`` if the score was still rising, or has too few evaluations.
     """
-    scores = sign * curve.values
-    best = np.maximum.accumulate(np.nan_to_num(scores, nan=-np.inf))
-    for place in range(len(best) - rule.evaluations):
-        if curve.rounds[place] > 0 and best[place + rule.evaluations] < best[place] + max(rule.rise, 1e-12):
-            return place
-    return None
+    best = np.maximum.accumulate(np.nan_to_num(sign * curve.values, nan=-np.inf))
+    flat = (curve.rounds > 0) & (best[-1:] < best + max(rule.rise, 1e-12))
+    places = np.flatnonzero(flat[: max(0, len(best) - rule.evaluations)])
+    return int(places[0]) if len(places) else None
