@@ -168,9 +168,11 @@ class Contestant:
     def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:
         """Return the mean of the headline's evaluations from the plateau on. Without a plateau, no run has a value."""
         start = self.find_plateau(rule, study)
+        if start is None:
+            return Spread({})
         trials = {trial.result[0]: trial for trial in self.trials}
         values = {}
-        for result in self.results if start is not None else ():
+        for result in self.results:
             curve = result.find_curve(trials[result.identity], self.metrics[0])
             if curve is not None:
                 values[result.repeat] = float(np.mean(curve.values[curve.rounds >= start]))

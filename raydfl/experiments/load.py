@@ -279,7 +279,8 @@ def _take_tuned_settings(study: Study, path: Path) -> Study:
                 values = drop_replaced(values, name, study.settings.controls[name])
         domains = search.settings.get_domains(contestant.labels)
         extreme = [key for key, domain in domains.items() if domain.is_extreme(contestant.values[key])]
-        tuned[labels] = Tuned(values, extreme, contestant.learned, own)
+        repeats = len(search.repeats(contestant.labels))
+        tuned[labels] = Tuned(values, extreme, contestant.learned, own, search.samples, repeats)
     return replace(study, tuned=tuned)
 
 

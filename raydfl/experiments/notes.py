@@ -14,7 +14,7 @@ from raydfl.data.features import (
     SpeechEmbeddingFeatures,
 )
 from raydfl.engine import Config, Criterion
-from raydfl.experiments.protocol import CONTROLS, LABELS, is_untrained
+from raydfl.experiments.protocol import CONTROLS, LABELS, MANY_SEEDS, is_untrained
 from raydfl.experiments.records import RunResult
 from raydfl.experiments.results import StudyResults
 from raydfl.experiments.settings import label_of
@@ -99,15 +99,34 @@ def describe_protocol(results: StudyResults) -> list[str]:
         return ["Exploratory: the study draws no conclusions.", *notes, *_describe_pairs(results)]
     count = results.study.comparisons
     return [
-        f"A conclusion needs a significant difference after Holm's correction ({count} comparison{'s' * (count != 1)}). "
-        f"Smallest difference of interest: {settings.difference:g}.",
+        f"Smallest difference of interest: {settings.difference:g}. A conclusion needs a significant difference after Holm's "
+        f"correction ({count} comparison{'s' * (count != 1)}).",
         *notes,
+        *_describe_undecided(results),
         *_describe_pairs(results),
         *_describe_plateaus(results),
         *_describe_tuning(results.study),
         *_describe_controls(results.study),
         *_describe_provenance(results),
     ]
+
+
+def _describe_undecided(results: StudyResults) -> Iterator[str]:
+    """List comparisons without a conclusion whose differences spread too much for their number of repeats."""
+    smallest, count = results.study.settings.difference or 0.0, results.study.comparisons
+    trained = (part for part in results.contestants if part.learned and not is_untrained(part.labels))
+    found = {part.name: part.difference for part in trained if part.difference is not None}
+    undecided = [
+        f"{name} ({difference.spread:.1f})"
+        for name, difference in found.items()
+        if 1 < difference.n < MANY_SEEDS and not difference.excludes_zero and not difference.is_below(smallest, count)
+        if 2 * difference.spread > smallest
+    ]
+    if undecided:
+        yield (
+            f"Undecided, because the differences of equal seeds spread too much for fewer than {MANY_SEEDS} repeats (standard "
+            f"deviation): {'; '.join(undecided)}."
+        )
 
 
 def _describe_pairs(results: StudyResults) -> Iterator[str]:
@@ -134,7 +153,11 @@ def _describe_tuning(study: Study) -> Iterator[str]:
     if study.settings.tuned is None:
         yield "Settings are not tuned per contestant."
         return
-    yield f"Tuning: equal numbers of trials per contestant, on a different seed and held-out data ({study.settings.tuned})."
+    tuned = next(iter(study.tuned.values()))
+    yield (
+        f"Tuning: {tuned.draws} draw{'s' * (tuned.draws != 1)} per contestant, with {tuned.repeats} other "
+        f"seed{'s' * (tuned.repeats != 1)} each, by the score on held-out data ({study.settings.tuned})."
+    )
     own = {labels: tuned for labels, tuned in study.tuned.items() if tuned.own}
     for labels, tuned in own.items():
         values = " ".join(f"{key}={describe_value(value)}" for key, value in tuned.values.items())

@@ -14,6 +14,8 @@ from raydfl.engine import LOCAL, POOLED
 
 SEEDS = 5
 """Minimum number of repeats of a confirmatory study."""
+MANY_SEEDS = 10
+"""Number of repeats if differences spread by more than half of the difference of interest."""
 TRIALS = 8
 """Minimum number of tuning trials per contestant."""
 ControlName = Literal[

@@ -103,6 +103,20 @@ class Difference:
         half = self.error * float(stats.t.ppf((1 + level) / 2, self.n - 1))
         return self.mean - half, self.mean + half
 
+    @property
+    def spread(self) -> float:
+        """Sample standard deviation of the paired differences; NaN for fewer than two pairs."""
+        return self.error * math.sqrt(self.n)
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+    def is_below(self, smallest: float, comparisons: int) -> bool:
+        """Return whether the interval after Bonferroni's correction is within ``smallest`` of 0. At least two pairs."""
+        return max(map(abs, self.correct(comparisons))) < smallest
+
     def __str__(self) -> str:
         interval = (
             "" if math.isnan(self.low) else f" [{format_number(self.low, True)}, {format_number(self.high, True)}]"
@@ -136,13 +150,12 @@ def describe_difference(
         difference: The difference from the control.
         significant: Whether the difference is significant after the correction for all comparisons of the study.
         comparisons: Number of comparisons in the study, to compare the interval with the difference of interest.
-        smallest: Smallest difference of interest.
+        smallest: Smallest difference of interest. The conclusion says if the difference is below it.
         sign: 1 if larger scores are better, otherwise -1.
     """
     if difference.n < 2:
         return "one pair, so no interval"
-    inside = smallest is not None and max(map(abs, difference.correct(comparisons))) < smallest
-    if significant or difference.low > 0 or difference.high < 0:
-        verdict = "better" if sign * difference.mean > 0 else "worse"
-        return "perhaps " * (not significant) + verdict + ", by less than the difference of interest" * inside
-    return "no difference seen" + ", and the interval excludes the difference of interest" * inside
+    below = f" (below {smallest:g})" * (smallest is not None and difference.is_below(smallest, comparisons))
+    if significant or difference.excludes_zero:
+        return "perhaps " * (not significant) + ("better" if sign * difference.mean > 0 else "worse") + below
+    return "no difference seen" + below

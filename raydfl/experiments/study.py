@@ -106,6 +106,10 @@ class Tuned:
     """Whether the best draw learned in the search."""
     own: bool = True
     """Whether the search has the cell. Otherwise the cell is a trained control with the settings of the study's control."""
+    draws: int = 0
+    """Number of draws of the search."""
+    repeats: int = 1
+    """Number of repeats of a draw."""
 
 
 @dataclass(frozen=True)

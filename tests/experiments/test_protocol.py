@@ -79,9 +79,9 @@ def test_three_differences_by_hand() -> None:
 @pytest.mark.parametrize(
     ("differences", "conclusion"),
     [
-        ((1.0, 1.1, 0.9), "better, by less than the difference of interest"),
+        ((1.0, 1.1, 0.9), "better (below 2)"),
         ((1.5, 1.9, 1.7), "better"),  # the interval, 1.7 ± 0.50, includes 2
-        ((0.1, -0.1, 0.05), "no difference seen, and the interval excludes the difference of interest"),
+        ((0.1, -0.1, 0.05), "no difference seen (below 2)"),
         ((5.0, -5.0, 1.0), "no difference seen"),
         ((3.0,), "one pair, so no interval"),
     ],
@@ -324,6 +324,18 @@ def test_unfinished_contestants_have_no_conclusion(finished_study: Study) -> Non
 
 
 @pytest.mark.slow
+def test_differences_with_a_large_spread_are_undecided(grid: StudyFile) -> None:
+    """FedProx differs from FedAvg by -5, 5, -5, 5 and -5: mean -1, standard deviation sqrt(120 / 4). The fast one never differs."""
+    study = load_study(grid(**PROTOCOL | {"results": "results"}))
+    for trial in study.trials:
+        sign = -1 if trial.config.run.seed % 2 else 1
+        level = 0.5 + sign * 0.05 * (trial.labels == ("clean", "FedProx"))
+        values = [level] * trial.config.train.rounds
+        write_run_folder(trial, {"test model/accuracy": values, "validation model/accuracy": values})
+    notes = describe_results(read_results(study))
+    assert [note.rpartition(": ")[2] for note in notes if note.startswith("Undecided")] == ["clean, FedProx (5.5)."]
+
+
 def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
     for trial in finished_study.trials:
         write_result(finished_study, trial)

@@ -14,7 +14,9 @@ class PlateauSettings(Settings):
 
     evaluations: int = Field(5, ge=1, description="Least number of evaluations after the plateau begins.")
     rise: float = Field(
-        1.0, ge=0, description="Smallest rise of the best score that ends a plateau, in the table's unit (points of per cent)."
+        1.0,
+        ge=0,
+        description="Smallest rise of the best score that ends a plateau, in the table's unit (points of per cent).",
     )
 
 
