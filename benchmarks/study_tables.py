@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import math
 import re
@@ -32,7 +33,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.options import path_options
 from raydfl.data import find_dataset, place_of
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
-from raydfl.experiments.page import draw_curves
+from raydfl.experiments.page import BY_BYTES, draw_curves
 from raydfl.experiments.protocol import LABELS
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
@@ -72,7 +73,7 @@ def format_block(study_file: str, results: StudyResults) -> str:
         format_markdown(make_summary_table(results)),
         format_markdown(controls) if controls[1] else "",
         "\n".join(f"- {note}" for note in describe_results(results) if _MAIN_NOTES.search(note)),
-        "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
+        "\n\n".join(f"![{settings.title}: {alt}]({file})" for file, (alt, _) in list_figures(name, results).items()),
         f"[Protocol, budgets, values by seed, command](../benchmarks/results/{name}.md).",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -168,20 +169,26 @@ def format_conclusions() -> str:
                         link,
                     ]
                 )
-    return format_markdown((["comparison", "difference", "conclusion", "score", "n", "study"], lines)) + "\n"
+    count, studies = len(lines), len({line[-1] for line in lines})
+    table = format_markdown((["comparison", "difference", "conclusion", "score", "n", "study"], lines))
+    return f"{count} comparisons in {studies} studies. Holm's correction holds within a study.\n\n{table}\n"
 
 
 def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
-    """List the figures of a study by file name, each with its description and plot: a metric over the rounds.
+    """List the figures of a study by file name, each with its description and plot.
 
-    A study with several axes has the figures of the first cell of the leading axes.
+    They are the metrics over the rounds, and the headline over the bytes if contestants send different amounts. A study with
+    several axes has the figures of the first cell of the leading axes.
     """
     figures = {}
     for metric in range(1 + len(results.study.settings.also)):
-        plot = next(draw_curves(results, metric), None)
-        if plot is not None:
-            suffix = f"-{metric + 1}" * bool(metric)
-            figures[f"study-{name}{suffix}.svg"] = (plot.title if metric else "Learning curves", plot)
+        plots = itertools.islice(draw_curves(results, metric), 1 if metric else 2)
+        suffix = f"-{metric + 1}" * bool(metric)
+        for plot in plots:
+            by_bytes = BY_BYTES in plot.title
+            if not metric and figures and not by_bytes:
+                break  # the headline of the next cell
+            figures[f"study-{name}{suffix}{'-bytes' * by_bytes}.svg"] = (plot.title, plot)
     return figures
 
 

@@ -205,8 +205,8 @@ def _describe_provenance(results: StudyResults) -> Iterator[str]:
     )
     if mixed:
         yield (
-            f"{mixed} of {len(pairs)} pairs with the control compare runs of different commits or processors, whose last bits may "
-            f"differ."
+            f"{mixed} of {len(pairs)} pairs with the control compare runs of different commits or processors. Their last bits "
+            f"differ, and after many rounds their scores, by up to some points."
         )
 
 

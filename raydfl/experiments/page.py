@@ -29,6 +29,8 @@ _TICKS = 5
 """Maximum ticks on the axis of a domain that is a list."""
 _EQUAL = 1.05
 """Maximum ratio of the bytes of a round between contestants with equal traffic."""
+BY_BYTES = "by bytes"
+"""Words in the titles of figures over the bytes."""
 _NAMED = 6
 """Number of best draws with their own colour and name."""
 
@@ -158,7 +160,7 @@ def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
         axes.set_xlabel("sent to and from clients (MB)")
 
     if sent and max(sent) > _EQUAL * min(sent):
-        title = _make_title(f"{cells[0].metrics[0].title} by bytes", cells, 1)
+        title = _make_title(f"{cells[0].metrics[0].title} {BY_BYTES}", cells, 1)
         yield Plot(title, "The same evaluations, over the bytes sent so far.", draw, 2.9 + 0.16 * len(series))
 
 

@@ -48,6 +48,7 @@ def make_summary_table(results: StudyResults) -> Table:
     """Make the full table, or for a confirmatory study its columns of scores and conclusions."""
     headings, lines = make_full_table(results)
     selected = {*results.study.axes, "score", results.headline, "n", "difference", "conclusion", "at plateau"}
+    selected |= {metric.title for contestant in results.contestants[:1] for metric in contestant.metrics[1:]}
     places = [
         place for place, name in enumerate(headings) if name in selected or not results.study.settings.confirmatory
     ]

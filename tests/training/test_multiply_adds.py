@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from seen_and_heard import CLIENTS, federation, write
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-
-from seen_and_heard import CLIENTS, federation, write
 
 from raydfl import read_rows
 from raydfl.core import ops
@@ -180,7 +179,7 @@ def test_clips_of_unequal_lengths_count_by_their_mean(tiny: Tiny) -> None:
     uneven = [f"data.name={Path(__file__).parents[1]}/data/tiny_sets.py:Made", "data.uneven=true"]
     network = f"models.model={{name: '{__file__}:EachFrame'}}"
     config = tiny(*uneven, "data.features.seconds=null", network, "train.rounds=1", "train.cohort=1.0")
-    total, examples = read_total(config)
+    total, _ = read_total(config)
     population = Population.load(Path(config.run.dir) / config.run.name / "population")
     counts = [population.data(index).train.first_view.counts for index in range(len(population))]
     nearest = [min(frames.tolist(), key=lambda count: abs(count - frames.mean())) for frames in counts]
