@@ -151,8 +151,8 @@ class Contestant:
             for name, values in found.items()
         }
 
-    def find_plateau(self, rule: PlateauSettings, study: Study) -> float | None:
-        """Return the round of the plateau of the runs' mean score on held-out data; ``None`` if the score was still rising."""
+    def find_held_out_curve(self, study: Study) -> Curve | None:
+        """Return the runs' mean score on held-out data over the rounds; ``None`` if a run did not measure it."""
         trials = {trial.result[0]: trial for trial in self.trials}
         found = [
             result.find_curve(trials[result.identity], study.make_plateau_metric(trials[result.identity]))
@@ -162,8 +162,13 @@ class Contestant:
         if not curves or len(curves) < len(found):
             return None
         rounds, values, totals = align(curves)
-        place = find_plateau(Curve(rounds, values.mean(axis=0), totals.sum(axis=0)), rule, self.metrics[0].sign)
-        return None if place is None else float(rounds[place])
+        return Curve(rounds, values.mean(axis=0), totals.sum(axis=0))
+
+    def find_plateau(self, rule: PlateauSettings, study: Study) -> float | None:
+        """Return the round of the plateau of the mean held-out score; ``None`` if it was still improving, or is not known."""
+        curve = self.find_held_out_curve(study)
+        place = None if curve is None else find_plateau(curve, rule, self.metrics[0].sign)
+        return None if curve is None or place is None else float(curve.rounds[place])
 
     def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:
         """Return the mean of the headline's evaluations from the plateau on. Without a plateau, no run has a value."""

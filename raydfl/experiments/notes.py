@@ -136,27 +136,32 @@ def _describe_pairs(results: StudyResults) -> Iterator[str]:
 
 def _describe_plateaus(results: StudyResults) -> Iterator[str]:
     rule, found = results.study.settings.plateau, results.plateaus
-    if rule is None or not found:
+    if rule is None:
         return
     rounds = [f"{', '.join(labels)} {at:.0f}" for labels, at in found.items() if at is not None]
     if rounds:
         yield (
-            f"Plateau, the round after which the best held-out score rises by less than {rule.rise:g} (of "
+            f"Plateau, the round after which the best held-out score improves by less than {rule.rise:g} (of "
             f"{results.study.rounds} rounds): {'; '.join(rounds)}."
         )
     rising = [", ".join(labels) for labels, at in found.items() if at is None]
     if rising:
-        yield f"Unfinished training, still rising in the last {rule.evaluations} evaluations: {'; '.join(rising)}."
+        yield f"Unfinished training, still improving in the last {rule.evaluations} evaluations: {'; '.join(rising)}."
+    trained = (part for part in results.contestants if part.results and not is_untrained(part.labels))
+    unknown = [part.name for part in trained if part.labels not in found]
+    if unknown:
+        yield f"No held-out score, so it is not known whether training is finished: {'; '.join(unknown)}."
 
 
 def _describe_tuning(study: Study) -> Iterator[str]:
     if study.settings.tuned is None:
         yield "Settings are not tuned per contestant."
         return
-    tuned = next(iter(study.tuned.values()))
+    draws = max(tuned.draws for tuned in study.tuned.values())
+    repeats = sorted({tuned.repeats for tuned in study.tuned.values()})
     yield (
-        f"Tuning: {tuned.draws} draw{'s' * (tuned.draws != 1)} per contestant, with {tuned.repeats} other "
-        f"seed{'s' * (tuned.repeats != 1)} each, by the score on held-out data ({study.settings.tuned})."
+        f"Tuning: {draws} trials per contestant on {' or '.join(map(str, repeats))} other repeat{'s' * (repeats != [1])}, "
+        f"chosen by the score on held-out data ({study.settings.tuned})."
     )
     own = {labels: tuned for labels, tuned in study.tuned.items() if tuned.own}
     for labels, tuned in own.items():
@@ -205,8 +210,8 @@ def _describe_provenance(results: StudyResults) -> Iterator[str]:
     )
     if mixed:
         yield (
-            f"{mixed} of {len(pairs)} pairs with the control compare runs of different commits or processors. Their last bits "
-            f"differ, and after many rounds their scores, by up to some points."
+            f"{mixed} of {len(pairs)} pairs with the control compare runs of different commits or processors. Their rounding may "
+            f"differ, and after many rounds their scores by some points."
         )
 
 

@@ -143,8 +143,13 @@ def draw_curves(results: StudyResults, metric: int = 0) -> Iterator[Plot]:
 
 
 def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
-    """Draw the mean headline over the bytes of all clients, if contestants send different amounts in a round."""
+    """Draw the mean headline over the bytes of all clients, if contestants send different amounts in a round.
+
+    Methods with phases send different amounts in each, so their studies have no figure.
+    """
     series, sent = [], []
+    if any(type(trial.config.components.method).phases for cell in cells for trial in cell.trials):
+        return
     for place, cell in enumerate(cells):
         amount = cell.budget.get("MB down", 0.0) + cell.budget.get("MB up", 0.0)
         if not cell.curves or not amount:

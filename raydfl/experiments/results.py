@@ -102,10 +102,15 @@ class StudyResults:
 
     @cached_property
     def plateaus(self) -> dict[tuple[str, ...], float | None]:
-        """Round of the plateau of each trained contestant, by labels; ``None``: the held-out score was still rising."""
+        """Round of the plateau of each trained contestant with a held-out score, by labels; ``None``: it was still improving."""
         rule, measured = self.study.settings.plateau, (part for part in self.contestants if part.results)
-        trained = () if rule is None else (part for part in measured if not is_untrained(part.labels))
-        return {part.labels: part.find_plateau(rule, self.study) for part in trained}  # type: ignore[arg-type]
+        if rule is None:
+            return {}
+        return {
+            part.labels: part.find_plateau(rule, self.study)
+            for part in measured
+            if not is_untrained(part.labels) and part.find_held_out_curve(self.study) is not None
+        }
 
     @cached_property
     def importance(self) -> dict[str, float]:

@@ -155,7 +155,7 @@ def describe_difference(
     """
     if difference.n < 2:
         return "one pair, so no interval"
-    below = f" (below {smallest:g})" * (smallest is not None and difference.is_below(smallest, comparisons))
+    below = f" (difference below {smallest:g})" * (smallest is not None and difference.is_below(smallest, comparisons))
     if significant or difference.excludes_zero:
         return "perhaps " * (not significant) + ("better" if sign * difference.mean > 0 else "worse") + below
     return "no difference seen" + below

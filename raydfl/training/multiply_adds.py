@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raydfl.core.ops import use
-from raydfl.core.types import Batch
+from raydfl.core.types import Batch, view_of
 from raydfl.core.users_code import FAILURES
 from raydfl.data import Examples
 from raydfl.training.randomness import preserve_generators
@@ -108,8 +108,8 @@ class TrainingCounter:
         pools = [pool for pool in step.data.pools.values() if isinstance(pool, Examples) and len(pool)]
         total = 0.0
         for model, number in step.clock.examples.items() if pools else ():
-            chosen = _choose_example(pools[0])
-            frames = tuple((name, int(view.counts[0])) for name, view in chosen.views.items())
+            chosen = _choose_example(pools[0], view_of(step.models[model]))
+            frames = tuple((name, view.length or int(view.counts[0])) for name, view in chosen.views.items())
             key = (step.client.models, model, frames)
             if key not in self._measured:
                 self._measured[key] = _measure(step, model, chosen)
@@ -118,20 +118,28 @@ class TrainingCounter:
         return total if pools or not step.clock.steps else math.nan
 
 
-def _choose_example(examples: Examples) -> Examples:
-    """Return the example whose number of frames is nearest to the mean."""
-    counts = examples.first_view.counts
-    return examples.take(np.abs(counts - counts.mean()).argmin(keepdims=True))
+def _choose_example(examples: Examples, view: str) -> Examples:
+    """Return the example with the view whose number of frames is nearest to the mean."""
+    counts = examples.views.get(view, examples.first_view).counts
+    present = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
+    lengths = counts[present]
+    return examples.take(present[[int(np.abs(lengths - lengths.mean()).argmin())]])
 
 
 def _measure(step: Step, model: str, example: Examples) -> Counter[str]:
     """Count the multiply-adds of one example."""
     network, first = step.models[model], np.zeros(1, np.int64)
     if getattr(network, "on_features", False):  # It reads the features of other networks.
-        layers = [layer for layer in network.named_modules() if isinstance(layer[1], nn.Linear)]
-        return Counter({f"{name}.weight": layer.weight.numel() for name, layer in layers})
+        return _count_linear_layers(network)
     try:
         batch = example.batch(first, step.device, example.draw(first, 0, 0) if example.changed else None)
         return count_multiply_adds(network, batch)
     except FAILURES:  # A budget must not end a run.
         return Counter({"": math.nan})
+
+
+def _count_linear_layers(network: nn.Module) -> Counter[str]:
+    """Count the multiply-adds of linear layers for one vector. NaN if another layer has a matrix of weights."""
+    layers = {f"{name}.weight": layer.weight for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+    matrices = {name for name, parameter in network.named_parameters() if parameter.ndim > 1}
+    return Counter({name: weight.numel() if matrices <= layers.keys() else math.nan for name, weight in layers.items()})

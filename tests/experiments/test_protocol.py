@@ -79,9 +79,9 @@ def test_three_differences_by_hand() -> None:
 @pytest.mark.parametrize(
     ("differences", "conclusion"),
     [
-        ((1.0, 1.1, 0.9), "better (below 2)"),
+        ((1.0, 1.1, 0.9), "better (difference below 2)"),
         ((1.5, 1.9, 1.7), "better"),  # the interval, 1.7 ± 0.50, includes 2
-        ((0.1, -0.1, 0.05), "no difference seen (below 2)"),
+        ((0.1, -0.1, 0.05), "no difference seen (difference below 2)"),
         ((5.0, -5.0, 1.0), "no difference seen"),
         ((3.0,), "one pair, so no interval"),
     ],
@@ -323,7 +323,37 @@ def test_unfinished_contestants_have_no_conclusion(finished_study: Study) -> Non
     assert conclusions["wrong", "FedProx"] == "better"
 
 
-@pytest.mark.slow
+def test_the_plateau_is_that_of_the_mean_curve_and_lasts_to_the_end(grid: StudyFile) -> None:
+    """FedAvg's held-out scores end their rise in round 3 with odd seeds and in round 5 with even ones, their mean in round 5.
+
+    Its test scores fall by 10 in each round from round 6 on. FedProx has no plateau, and the fast one no held-out score.
+    """
+    study = load_study(grid(**PROTOCOL | {"results": "results"}))
+    rounds = np.arange(1, study.rounds + 1)
+    for trial in study.trials:
+        end = {"FedAvg": 5 - 2 * (trial.config.run.seed % 2), "FedProx": study.rounds}.get(trial.labels[1], 1)
+        scores = {"test model/accuracy": 0.9 - 0.1 * np.maximum(0, rounds - 5)}
+        if trial.labels[1] != "fast":
+            scores["validation model/accuracy"] = 0.1 * np.minimum(rounds, end)
+        write_run_folder(trial, {name: values.tolist() for name, values in scores.items()})
+    results = read_results(study)
+    assert {labels[1]: at for labels, at in results.plateaus.items()} == {"FedAvg": 5, "FedProx": None}
+    headings, lines = make_full_table(results)
+    column = {line[1]: line[headings.index("at plateau")] for line in lines}
+    expected = 90 - 10 * np.arange(study.rounds - 4).mean()
+    assert column == {"FedAvg": f"{expected:.2f} ± 0.00", "FedProx": "-", "fast": "-"}
+    notes = describe_results(results)
+    assert "Unfinished training, still improving in the last 3 evaluations: clean, FedProx; wrong, FedProx." in notes
+    assert any(note.startswith("No held-out score,") and note.endswith(": clean, fast; wrong, fast.") for note in notes)
+
+
+def test_rounding_does_not_decide_the_plateau() -> None:
+    """A rise of exactly 1, which is a rise, is 0.9999999999999991 after the mean of runs in another order."""
+    for error in (-1e-13, 0, 1e-13):
+        curve = make_curve(10, 79.3 + error, 80.3, 80.3, 80.3, 80.3)
+        assert find_plateau(curve, PlateauSettings(evaluations=3, rise=1.0)) == 2
+
+
 def test_differences_with_a_large_spread_are_undecided(grid: StudyFile) -> None:
     """FedProx differs from FedAvg by -5, 5, -5, 5 and -5: mean -1, standard deviation sqrt(120 / 4). The fast one never differs."""
     study = load_study(grid(**PROTOCOL | {"results": "results"}))
@@ -336,6 +366,7 @@ def test_differences_with_a_large_spread_are_undecided(grid: StudyFile) -> None:
     assert [note.rpartition(": ")[2] for note in notes if note.startswith("Undecided")] == ["clean, FedProx (5.5)."]
 
 
+@pytest.mark.slow
 def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
     for trial in finished_study.trials:
         write_result(finished_study, trial)

@@ -8,6 +8,9 @@ from pydantic import Field
 from raydfl.core.settings import Settings
 from raydfl.runs.report.data import Curve
 
+_ROUNDING = 1e-9
+"""Largest difference of scores by rounding."""
+
 
 class PlateauSettings(Settings):
     """The rule for the plateau of training, applied to the mean score of a contestant's runs on held-out data."""
@@ -16,12 +19,12 @@ class PlateauSettings(Settings):
     rise: float = Field(
         1.0,
         ge=0,
-        description="Smallest rise of the best score that ends a plateau, in the table's unit (points of per cent).",
+        description="Smallest improvement of the best score that ends a plateau, in the table's unit (points of per cent).",
     )
 
 
 def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
-    """Find the first evaluation whose best score so far is exceeded by less than ``rule.rise`` in all later evaluations.
+    """Find the first evaluation whose best score so far improves by less than ``rule.rise`` in all later evaluations.
 
     A plateau has at least ``rule.evaluations`` later evaluations.
 
@@ -31,9 +34,10 @@ def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int 
         sign: 1 if larger scores are better, otherwise -1.
 
     Returns:
-        Index of the evaluation; ``None`` if the score was still rising, or has too few evaluations.
+        Index of the evaluation; ``None`` if the score was still improving, or has too few evaluations.
     """
     best = np.maximum.accumulate(np.nan_to_num(sign * curve.values, nan=-np.inf))
-    flat = (curve.rounds > 0) & (best[-1:] < best + max(rule.rise, 1e-12))
+    # Means of equal scores in another order differ by rounding, which must not decide.
+    flat = (curve.rounds > 0) & (best[-1:] - best < max(rule.rise - _ROUNDING, _ROUNDING))
     places = np.flatnonzero(flat[: max(0, len(best) - rule.evaluations)])
     return int(places[0]) if len(places) else None
