@@ -110,7 +110,7 @@ class Difference:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     def is_below(self, smallest: float, comparisons: int) -> bool:

@@ -1,9 +1,9 @@
 """Multiply-adds of clients' trainings: a budget independent of the machine and of the implementation.
 
-A client's budget is the sum, over its trained networks, of the multiply-adds of a forward pass of one example, times the number of
+A client's budget is the sum, over its trained networks, of the multiply-adds of a forward pass of an example, times the number of
 training examples. Networks count as built. A masked tensor counts by its share of kept elements. Backward passes, teachers and
-evaluations are not counted. Each architecture is measured once for each number of frames: that of the client's example nearest to
-their mean.
+evaluations are not counted. Each architecture is measured once for each number of frames. A client has the number of frames of the
+example nearest to the mean of its examples.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TrainingCounter:
 
 
 def _choose_example(examples: Examples, view: str) -> Examples:
-    """Return the example with the view whose number of frames is nearest to the mean."""
+    """Return the example of nearly average length in a view."""
     counts = examples.views.get(view, examples.first_view).counts
     present = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
     lengths = counts[present]
@@ -127,9 +127,9 @@ def _choose_example(examples: Examples, view: str) -> Examples:
 
 
 def _measure(step: Step, model: str, example: Examples) -> Counter[str]:
-    """Count the multiply-adds of one example."""
+    """Count the multiply-adds of an example."""
     network, first = step.models[model], np.zeros(1, np.int64)
-    if getattr(network, "on_features", False):  # It reads the features of other networks.
+    if getattr(network, "on_features", False):  # inputs are features of encoders
         return _count_linear_layers(network)
     try:
         batch = example.batch(first, step.device, example.draw(first, 0, 0) if example.changed else None)
@@ -139,7 +139,7 @@ def _measure(step: Step, model: str, example: Examples) -> Counter[str]:
 
 
 def _count_linear_layers(network: nn.Module) -> Counter[str]:
-    """Count the multiply-adds of linear layers for one vector. NaN if another layer has a matrix of weights."""
+    """Count the multiply-adds of linear layers for a vector of features. NaN with further matrices of weights."""
     layers = {f"{name}.weight": layer.weight for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
     matrices = {name for name, parameter in network.named_parameters() if parameter.ndim > 1}
     return Counter({name: weight.numel() if matrices <= layers.keys() else math.nan for name, weight in layers.items()})

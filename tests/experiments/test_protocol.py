@@ -323,10 +323,10 @@ def test_unfinished_contestants_have_no_conclusion(finished_study: Study) -> Non
     assert conclusions["wrong", "FedProx"] == "better"
 
 
-def test_the_plateau_is_that_of_the_mean_curve_and_lasts_to_the_end(grid: StudyFile) -> None:
-    """FedAvg's held-out scores end their rise in round 3 with odd seeds and in round 5 with even ones, their mean in round 5.
+def test_the_plateau_of_the_mean_curve_lasts_to_the_end(grid: StudyFile) -> None:
+    """FedAvg's held-out scores rise until round 3 with odd seeds, until round 5 with even seeds. The mean rises until round 5.
 
-    Its test scores fall by 10 in each round from round 6 on. FedProx has no plateau, and the fast one no held-out score.
+    Test scores fall by 10 in each round from round 6 on. FedProx has no plateau, and the label "fast" no held-out score.
     """
     study = load_study(grid(**PROTOCOL | {"results": "results"}))
     rounds = np.arange(1, study.rounds + 1)
@@ -348,14 +348,14 @@ def test_the_plateau_is_that_of_the_mean_curve_and_lasts_to_the_end(grid: StudyF
 
 
 def test_rounding_does_not_decide_the_plateau() -> None:
-    """A rise of exactly 1, which is a rise, is 0.9999999999999991 after the mean of runs in another order."""
+    """A rise of exactly 1 ends a plateau. As a mean of runs in another order, the rise may be 0.9999999999999991."""
     for error in (-1e-13, 0, 1e-13):
         curve = make_curve(10, 79.3 + error, 80.3, 80.3, 80.3, 80.3)
         assert find_plateau(curve, PlateauSettings(evaluations=3, rise=1.0)) == 2
 
 
 def test_differences_with_a_large_spread_are_undecided(grid: StudyFile) -> None:
-    """FedProx differs from FedAvg by -5, 5, -5, 5 and -5: mean -1, standard deviation sqrt(120 / 4). The fast one never differs."""
+    """FedProx differs from FedAvg by -5, 5, -5, 5 and -5: mean -1, standard deviation sqrt(120 / 4)."""
     study = load_study(grid(**PROTOCOL | {"results": "results"}))
     for trial in study.trials:
         sign = -1 if trial.config.run.seed % 2 else 1

@@ -136,9 +136,9 @@ def test_a_training_counts_each_trained_network_and_example(
 
 
 def test_the_classifier_of_fused_features_counts(tiny: Tiny, tmp_path: Path) -> None:
-    """The network of a sound has 8 inputs, 10 units and 2 classes, that of an image 64, 4 and 2, the fusion 10 + 4, 4 and 2.
+    """Sound network: 8 inputs, 10 units, 2 classes. Image network: 64, 4, 2. Fusion: 10 + 4, 4, 2.
 
-    Each client trains all three on its two clips, for one epoch.
+    Each client trains all networks on two clips, for an epoch.
     """
     folder = write(tmp_path / "views", takes=2)
     config = federation(tiny, folder, "multifl", "models.audio={name: mlp, hidden: 10}", "train.rounds=1")
@@ -146,10 +146,10 @@ def test_the_classifier_of_fused_features_counts(tiny: Tiny, tmp_path: Path) -> 
     assert read_total(config) == (pytest.approx(2 * CLIENTS * each), 2 * CLIENTS)
 
 
-def test_clients_without_labels_count_their_other_clips(tiny: Tiny) -> None:
-    """Two clips of each of the three classes keep their labels, so a client has none.
+def test_clients_without_labels_count_unlabelled_clips(tiny: Tiny) -> None:
+    """Two clips of each class keep labels, so a client has no label.
 
-    A batch has two labelled clips, or the client's only one, and two unlabelled clips.
+    A batch has two unlabelled clips, and at most two labelled clips.
     """
     network = ["models.model={name: mlp, hidden: 10}", "train.rounds=1", "train.cohort=1.0", "train.batch_size=4"]
     config = tiny(*network, "data.unlabelled={keep_clips: 2}", method="fedstar")
@@ -163,7 +163,7 @@ def test_clients_without_labels_count_their_other_clips(tiny: Tiny) -> None:
 
 
 class EachFrame(nn.Module):
-    """A linear layer on each frame, and the mean of its outputs."""
+    """A linear layer on each frame, and a mean over the frames."""
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
@@ -174,8 +174,8 @@ class EachFrame(nn.Module):
         return outputs
 
 
-def test_clips_of_unequal_lengths_count_by_their_mean(tiny: Tiny) -> None:
-    """The layer has 16 inputs and 4 classes in each frame. A client counts the clip nearest to the mean of its clips."""
+def test_clips_of_unequal_lengths(tiny: Tiny) -> None:
+    """The layer has 16 inputs and 4 classes in each frame. A client counts the clip nearest to the mean length."""
     uneven = [f"data.name={Path(__file__).parents[1]}/data/tiny_sets.py:Made", "data.uneven=true"]
     network = f"models.model={{name: '{__file__}:EachFrame'}}"
     config = tiny(*uneven, "data.features.seconds=null", network, "train.rounds=1", "train.cohort=1.0")

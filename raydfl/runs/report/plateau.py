@@ -19,12 +19,12 @@ class PlateauSettings(Settings):
     rise: float = Field(
         1.0,
         ge=0,
-        description="Smallest improvement of the best score that ends a plateau, in the table's unit (points of per cent).",
+        description="Smallest relevant improvement of the best score, in the table's unit (points of per cent).",
     )
 
 
 def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
-    """Find the first evaluation whose best score so far improves by less than ``rule.rise`` in all later evaluations.
+    """Find the first evaluation with later improvements of the best score below ``rule.rise``.
 
     A plateau has at least ``rule.evaluations`` later evaluations.
 
@@ -34,10 +34,10 @@ def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int 
         sign: 1 if larger scores are better, otherwise -1.
 
     Returns:
-        Index of the evaluation; ``None`` if the score was still improving, or has too few evaluations.
+        Index of the evaluation; ``None`` if the score still improves at the end, or with too few evaluations.
     """
     best = np.maximum.accumulate(np.nan_to_num(sign * curve.values, nan=-np.inf))
-    # Means of equal scores in another order differ by rounding, which must not decide.
-    flat = (curve.rounds > 0) & (best[-1:] - best < max(rule.rise - _ROUNDING, _ROUNDING))
+    # Means of equal scores in another order differ by rounding.
+    flat = (curve.rounds > 0) & (best[-1:] < best + max(rule.rise - _ROUNDING, _ROUNDING))
     places = np.flatnonzero(flat[: max(0, len(best) - rule.evaluations)])
     return int(places[0]) if len(places) else None
