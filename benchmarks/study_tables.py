@@ -180,15 +180,13 @@ def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]
     They are the metrics over the rounds, and the headline over the bytes if contestants send different amounts. A study with
     several axes has the figures of the first cell of the leading axes.
     """
-    figures = {}
+    figures: dict[str, tuple[str, Plot]] = {}
     for metric in range(1 + len(results.study.settings.also)):
-        plots = itertools.islice(draw_curves(results, metric), 1 if metric else 2)
-        suffix = f"-{metric + 1}" * bool(metric)
-        for plot in plots:
-            by_bytes = BY_BYTES in plot.title
-            if not metric and figures and not by_bytes:
-                break  # the headline of the next cell
-            figures[f"study-{name}{suffix}{'-bytes' * by_bytes}.svg"] = (plot.title, plot)
+        plots = [*itertools.islice(draw_curves(results, metric), 2)]
+        if plots:
+            figures[f"study-{name}{f'-{metric + 1}' * bool(metric)}.svg"] = plots[0].title, plots[0]
+        if len(plots) == 2 and BY_BYTES in plots[1].title:  # otherwise of the next cell
+            figures[f"study-{name}-bytes.svg"] = plots[1].title, plots[1]
     return figures
 
 

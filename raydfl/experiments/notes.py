@@ -75,8 +75,8 @@ def describe_results(results: StudyResults) -> list[str]:
         )
     if settings.population is not None:
         notes.append(
-            "A member of the population has the settings of its last exchange. Its result also depends on earlier settings of the "
-            "member and its parents (branches in its run.json), so training from round 1 with the best settings differs."
+            "A member of the population has the settings of its last exchange. Its result also depends on earlier settings "
+            "(branches in its run.json), so training from round 1 with the best settings differs."
         )
     return notes
 

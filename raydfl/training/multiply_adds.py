@@ -108,22 +108,27 @@ class TrainingCounter:
         pools = [pool for pool in step.data.pools.values() if isinstance(pool, Examples) and len(pool)]
         total = 0.0
         for model, number in step.clock.examples.items() if pools else ():
-            chosen = _choose_example(pools[0], view_of(step.models[model]))
-            frames = tuple((name, view.length or int(view.counts[0])) for name, view in chosen.views.items())
-            key = (step.client.models, model, frames)
+            place, views = _find_average(pools[0], view_of(step.models[model])), pools[0].views.items()
+            key = (
+                step.client.models,
+                model,
+                tuple((name, view.length or int(view.counts[place])) for name, view in views),
+            )
             if key not in self._measured:
-                self._measured[key] = _measure(step, model, chosen)
+                self._measured[key] = _measure(step, model, pools[0].take(np.array([place])))
             counts, kept = self._measured[key], step.execution.kept
             total += number * sum(count * kept.get(f"{model}/{name}", 1.0) for name, count in counts.items())
         return total if pools or not step.clock.steps else math.nan
 
 
-def _choose_example(examples: Examples, view: str) -> Examples:
-    """Return the example of nearly average length in a view."""
-    counts = examples.views.get(view, examples.first_view).counts
-    present = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
-    lengths = counts[present]
-    return examples.take(present[[int(np.abs(lengths - lengths.mean()).argmin())]])
+def _find_average(examples: Examples, name: str) -> int:
+    """Return the position of an example of nearly average length in a view."""
+    view = examples.views.get(name, examples.first_view)
+    if view.length is not None and not view.optional:
+        return 0
+    present = np.flatnonzero(view.counts) if view.counts.any() else np.arange(len(view.counts))
+    lengths = view.counts[present]
+    return int(present[np.abs(lengths - lengths.mean()).argmin()])
 
 
 def _measure(step: Step, model: str, example: Examples) -> Counter[str]:

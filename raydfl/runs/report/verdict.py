@@ -286,7 +286,7 @@ def _count_clips(run: RunRecord, key: Key) -> int:
 def _estimate_error(run: RunRecord, key: Key, score: HeadlineScore) -> float:
     """Estimate the standard error of the last value of a curve. 0: unknown."""
     clips = _count_clips(run, key) or score.clips
-    controls = [control for control in run.controls if control.split == score.split]  # on the clips that are counted
+    controls = [control for control in run.controls if control.split == score.split]  # of the score's clips
     low, high = find_interval(base_name(key[1]), run.curves[key].last, clips, controls)
     return 0.0 if low is None or high is None else (high - low) / 3.92
 
