@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import itertools
 import json
 import math
 import re
@@ -33,7 +32,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.options import path_options
 from raydfl.data import find_dataset, place_of
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
-from raydfl.experiments.page import BY_BYTES, draw_curves
+from raydfl.experiments.page import draw_by_bytes, draw_curves
 from raydfl.experiments.protocol import LABELS
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
@@ -177,17 +176,12 @@ def format_conclusions() -> str:
 def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
     """List the figures of a study by file name, each with its description and plot.
 
-    They are the metrics over the rounds, and the headline over the bytes if contestants send different amounts. A study with
-    several axes has the figures of the first cell of the leading axes.
+    They are the metrics over the rounds, and the headline over the bytes if contestants send different amounts.
     """
-    figures: dict[str, tuple[str, Plot]] = {}
-    for metric in range(1 + len(results.study.settings.also)):
-        plots = [*itertools.islice(draw_curves(results, metric), 2)]
-        if plots:
-            figures[f"study-{name}{f'-{metric + 1}' * bool(metric)}.svg"] = plots[0].title, plots[0]
-        if len(plots) == 2 and BY_BYTES in plots[1].title:  # otherwise of the next cell
-            figures[f"study-{name}-bytes.svg"] = plots[1].title, plots[1]
-    return figures
+    plots = {f"study-{name}.svg": draw_curves(results), f"study-{name}-bytes.svg": draw_by_bytes(results)}
+    for metric in range(1, 1 + len(results.study.settings.also)):
+        plots[f"study-{name}-{metric + 1}.svg"] = draw_curves(results, metric)
+    return {file: (plot.title, plot) for file, plot in plots.items() if plot}
 
 
 def draw_figures(study_file: str, results: StudyResults) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ _TICKS = 5
 """Maximum ticks on the axis of a domain that is a list."""
 _EQUAL = 1.05
 """Maximum ratio of the bytes of a round between contestants with equal traffic."""
-BY_BYTES = "by bytes"
-"""Words in the titles of figures over the bytes."""
+_STACKED = 2.2
+"""Height in inches of axes above the last ones of a figure."""
 _NAMED = 6
 """Number of best draws with their own colour and name."""
 
@@ -43,7 +44,7 @@ def write_page(results: StudyResults) -> Path:
     """
     study, settings = results.study, results.study.settings
     search, left = bool(settings.domains), results.open + len(results.failed)
-    metrics = 1 if search else 1 + len(settings.also)
+    curves = [draw_curves(results, metric) for metric in range(1 if search else 1 + len(settings.also))]
     notes, table = describe_results(results), ([], []) if search else pivot(results)
     parts = [] if search else _group_contestants(results, 2 if len(study.axes) > 1 else 1)
     sections = [
@@ -57,7 +58,7 @@ def write_page(results: StudyResults) -> Path:
         Section("Heat maps", [plot for part in parts for plot in _draw_maps(part, results)]),
         Section("Importance of settings", list(_draw_importance(results))),
         Section("Settings and scores", list(_draw_parallel(results))),
-        Section("Learning curves", [plot for metric in range(metrics) for plot in draw_curves(results, metric)]),
+        Section("Learning curves", [plot for plot in (*curves, draw_by_bytes(results)) if plot]),
         Section("All values", headings=make_full_table(results)[0], rows=_emphasise(make_full_table(results)[1])),
         _show_runs(results),
         Section("Failures", headings=("trial", "reason"), rows=list(results.failed.items())),
@@ -128,28 +129,52 @@ def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
     return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
 
 
-def draw_curves(results: StudyResults, metric: int = 0) -> Iterator[Plot]:
-    """Draw a metric over the rounds, with a curve per label of the last axis or per draw.
+def draw_curves(results: StudyResults, metric: int = 0) -> Plot | None:
+    """Draw a metric over the rounds: a curve per label of the last axis or per draw, axes per label of the others.
 
     Args:
         results: Results of a study.
         metric: Index of the metric; 0: the headline.
     """
     search = bool(results.study.settings.domains)
-    for cells in _group_contestants(results, 0 if search else 1):
-        yield from _draw_cells(cells, search, metric)
-        if results.study.settings.confirmatory and not metric:
-            yield from _draw_by_bytes(cells)
+    groups = _group_contestants(results, 0 if search else 1)
+    return _stack([(cells, _draw_cells(cells, search, metric)) for cells in groups], 0 if search else 1)
 
 
-def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
-    """Draw the mean headline over the bytes of all clients, if contestants send different amounts in a round.
+def draw_by_bytes(results: StudyResults) -> Plot | None:
+    """Draw the mean headline over the bytes of all clients, if contestants of a study send different amounts in a round.
 
-    Methods with phases send different amounts in each, so their studies have no figure.
+    Exploratory studies have no figure. Methods with phases send different amounts in each, so their studies have none either.
     """
+    phases = any(type(run.config.components.method).phases for cell in results.contestants for run in cell.trials)
+    if phases or not results.study.settings.confirmatory:
+        return None
+    return _stack([(cells, _draw_by_bytes(cells)) for cells in _group_contestants(results, 1)], 1)
+
+
+def _stack(groups: Sequence[tuple[Sequence[Contestant], Plot | None]], inner: int) -> Plot | None:
+    """Combine the plots of groups of contestants into a figure with axes for each group and a common legend."""
+    titles, plots = [], []
+    for cells, part in groups:
+        if part:
+            titles.append(", ".join(cells[0].labels[: len(cells[0].labels) - inner]))
+            plots.append(part)
+    if not plots:
+        return None
+
+    def draw(*axes: Axes) -> None:
+        for own, part, title in zip(axes, plots, titles, strict=True):
+            part.draw(own)
+            own.set_title(title, loc="left", fontsize=9)
+        for own in axes[:-1]:
+            own.set_xlabel("")
+
+    height = plots[0].height + _STACKED * (len(plots) - 1)
+    return replace(plots[0], draw=draw, height=height, rows=len(plots))
+
+
+def _draw_by_bytes(cells: Sequence[Contestant]) -> Plot | None:
     series, sent = [], []
-    if any(type(trial.config.components.method).phases for cell in cells for trial in cell.trials):
-        return
     for place, cell in enumerate(cells):
         amount = cell.budget.get("MB down", 0.0) + cell.budget.get("MB up", 0.0)
         if not cell.curves or not amount:
@@ -164,12 +189,13 @@ def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
         axes.set_ylabel(_make_unit(cells))
         axes.set_xlabel("sent to and from clients (MB)")
 
-    if sent and max(sent) > _EQUAL * min(sent):
-        title = _make_title(f"{cells[0].metrics[0].title} {BY_BYTES}", cells, 1)
-        yield Plot(title, "The same evaluations, over the bytes sent so far.", draw, 2.9 + 0.16 * len(series))
+    if not sent or max(sent) <= _EQUAL * min(sent):
+        return None
+    title = f"{cells[0].metrics[0].title} by bytes"
+    return Plot(title, "The same evaluations, over the bytes sent so far.", draw, 2.9 + 0.16 * len(series))
 
 
-def _draw_cells(cells: Sequence[Contestant], search: bool, metric: int) -> Iterator[Plot]:
+def _draw_cells(cells: Sequence[Contestant], search: bool, metric: int) -> Plot | None:
     series = []
     for place, cell in enumerate(cells):
         curves = cell.find_curves(metric)
@@ -186,13 +212,13 @@ def _draw_cells(cells: Sequence[Contestant], search: bool, metric: int) -> Itera
             if place < _NAMED:
                 label = cell.draw + ("" if cell.complete else f" ({cell.states[0]})")
         series.append(Series(label, rounds, mean, low, high, *look))
-    if series:
-        caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
-        if search:
-            caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
-            series.reverse()
-        title = _make_title(cells[0].metrics[metric].title, cells, 0 if search else 1)
-        yield plot_curves(title, caption.strip(), series, _make_unit(cells, metric))
+    if not series:
+        return None
+    caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
+    if search:
+        caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
+        series.reverse()
+    return plot_curves(cells[0].metrics[metric].title, caption.strip(), series, _make_unit(cells, metric))
 
 
 def _make_unit(cells: Sequence[Contestant], metric: int = 0) -> str:

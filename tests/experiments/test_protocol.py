@@ -21,7 +21,7 @@ from raydfl.core.errors import ConfigError, InputError, RunDirectoryError
 from raydfl.experiments.federation import TrialOrder
 from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
-from raydfl.experiments.page import draw_curves
+from raydfl.experiments.page import draw_by_bytes, draw_curves
 from raydfl.experiments.records import check_results, load_result, make_result, write_result
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
@@ -645,9 +645,11 @@ def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> No
         values = json.loads(trial.result_file.read_text())
         values["budget"] = {"MB up": 24.0 if trial.labels == ("clean", "FedProx") else 12.0}
         trial.result_file.write_text(json.dumps(values))
-    titles = [plot.title for plot in draw_curves(read_results(finished_study))]
-    assert titles == ["accuracy, clean", "accuracy by bytes, clean", "accuracy, wrong"]
-    by_bytes = next(plot for plot in draw_curves(read_results(finished_study)) if "bytes" in plot.title)
+    curves, by_bytes = draw_curves(read_results(finished_study)), draw_by_bytes(read_results(finished_study))
+    assert curves
+    assert by_bytes
+    assert [axes.get_title(loc="left") for axes in curves.figure().axes] == ["clean", "wrong"]
+    assert [axes.get_title(loc="left") for axes in by_bytes.figure().axes] == ["clean"]
     ends = {line.get_label(): float(line.get_xdata()[-1]) for line in by_bytes.figure().axes[0].lines}
     assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
 
@@ -665,9 +667,12 @@ def test_agreement_with_true_groups_is_a_further_metric_over_the_rounds(grid: St
             scores["server tasks/rand_index"] = [(at + 1) / 10 for at in range(trial.config.train.rounds)]
         write_run_folder(trial, scores)
     results = read_results(study)
-    plots = list(draw_curves(results, 1))
-    assert [plot.title for plot in plots] == ["adjusted Rand index, clean", "adjusted Rand index, wrong"]
-    (line,) = plots[0].figure().axes[0].lines
+    plot = draw_curves(results, 1)
+    assert plot
+    assert plot.title == "adjusted Rand index"
+    figure = plot.figure()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["clean", "wrong"]
+    (line,) = figure.axes[0].lines
     assert line.get_ydata() == pytest.approx([10.0 * (at + 1) for at in range(study.rounds)])
     headings, lines = make_full_table(results)
     column = headings.index("adjusted Rand index")
