@@ -24,6 +24,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -168,9 +169,13 @@ def format_conclusions() -> str:
                         link,
                     ]
                 )
-    count, studies = len(lines), len({line[-1] for line in lines})
+    studies = len({line[-1] for line in lines})
+    kinds = Counter(re.split(r" \(|,", line[2])[0] for line in lines)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     table = format_markdown((["comparison", "difference", "conclusion", "score", "n", "study"], lines))
-    return f"{count} comparisons in {studies} studies. Holm's correction holds within a study.\n\n{table}\n"
+    return (
+        f"{len(lines)} comparisons in {studies} studies: {counts}. Holm's correction holds within a study.\n\n{table}\n"
+    )
 
 
 def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
