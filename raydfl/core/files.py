@@ -94,6 +94,11 @@ def read_json(path: Path) -> Any:
     return json.loads(content)
 
 
+def replace_non_finite(values: Any) -> Any:
+    """Replace NaN and infinities, which JSON lacks, by ``None``. Tuples become lists."""
+    return json.loads(json.dumps(values), parse_constant=lambda _: None)
+
+
 def display_path(path: str | os.PathLike[str]) -> str:
     """Format a path for messages, relative to the working directory if it is inside it."""
     with contextlib.suppress(OSError):  # the working directory may have been deleted

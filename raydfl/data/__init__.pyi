@@ -53,7 +53,6 @@ from raydfl.data.steps.poison import Poisoner as Poisoner
 from raydfl.data.steps.profile import KNOWN as KNOWN
 from raydfl.data.steps.profile import ProfileSettings as ProfileSettings
 from raydfl.data.steps.profile import deal_values as deal_values
-from raydfl.data.steps.split import SplitSettings as SplitSettings
 from raydfl.data.steps.user_tables import TableSettings as TableSettings
 from raydfl.data.table_check import check_tables as check_tables
 from raydfl.data.tables import Tables as Tables

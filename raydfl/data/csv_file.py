@@ -11,13 +11,12 @@ import pyarrow.csv
 from raydfl.core.errors import DataError
 
 
-def read_csv(file: Path, texts: Iterable[str], columns: Iterable[str] = ()) -> pa.Table:
+def read_csv(file: Path, texts: Iterable[str]) -> pa.Table:
     """Read a CSV file. Empty cells become null.
 
     Args:
         file: path of the file.
         texts: columns to read as text, so that a speaker 007 does not become 7.
-        columns: columns to read; empty: all columns.
 
     Raises:
         DataError: the file is not UTF-8 text.
@@ -28,7 +27,6 @@ def read_csv(file: Path, texts: Iterable[str], columns: Iterable[str] = ()) -> p
         parse_options=pa.csv.ParseOptions(delimiter=_find_delimiter(file)),
         convert_options=pa.csv.ConvertOptions(
             column_types=dict.fromkeys(texts, pa.string()),
-            include_columns=[*columns],
             strings_can_be_null=True,
             null_values=[""],
         ),

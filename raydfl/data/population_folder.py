@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.errors import RunDirectoryError, translate_failures
-from raydfl.core.files import RESUME, write_atomically, writing
+from raydfl.core.files import RESUME, file_digest, write_atomically, writing
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import population_v1
 from raydfl.data.client_ids import to_numbers
@@ -23,7 +23,6 @@ from raydfl.data.tables import Tables, encode, join_tables
 FORMAT = 3
 """Format of new populations. 1: arrays in a safetensors file. 2: tables of each part. 3: tables of all parts."""
 FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
-_CHUNK = 1 << 22
 
 
 def part_folder(folder: Path, part: str) -> Path:
@@ -54,7 +53,7 @@ def write(folder: Path, parts: Mapping[str, Any], tables: Tables, again: bool = 
         for name, array in arrays.items():
             write_atomically(folder / f"{name}.npy", functools.partial(_save_array, array))
         names = [*batches, *(f"{name}.npy" for name in arrays)]
-        files = {name: [(folder / name).stat().st_size, digest_file(folder / name)] for name in names}
+        files = {name: [(folder / name).stat().st_size, file_digest(folder / name)] for name in names}
         if again:
             files = saved["files"]
         text = json.dumps({"format": FORMAT, "parts": parts, "files": files})
@@ -83,7 +82,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         actual = (folder / name).stat().st_size
         if actual != size:
             raise ValueError(f"{name} has {actual} bytes instead of {size}")
-        if verify and digest_file(folder / name) != digest:
+        if verify and file_digest(folder / name) != digest:
             raise ValueError(f"the content of {name} has changed")
     arrays = {
         name.removesuffix(".npy"): np.load(folder / name, mmap_mode="r")
@@ -203,12 +202,3 @@ def map_table(path: Path) -> pa.RecordBatch:
     """
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).get_batch(0)
-
-
-def digest_file(path: Path) -> str:
-    """Compute the hexadecimal digest of a file in chunks of 4 MiB."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from raydfl.core.isolation import call_isolated, map_isolated, start_helper
 from raydfl.core.registry import build
-from raydfl.data.audio import read_audio
 from raydfl.data.dataset import PACKAGE, Dataset, find_dataset
-from raydfl.data.images import read_image
 
 _LIST_SECONDS = 3600
 """Time limit for a file of a list, or for a list without files."""
@@ -47,29 +45,18 @@ class Source:
             return list_isolated(self.open, f"data set {self.name}")
         return self.open().manifest()
 
-    def read_waves(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-        """Yield the samples and the rate of each clip, or its error. See :meth:`Dataset.read`.
+    def read(self, method: Literal["read", "image"], rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+        """Yield the sound or image of each clip, or its error, from a helper process. A user's own method runs in this one.
 
         Args:
+            method: Method of the data set: :meth:`Dataset.read` for samples and rate, :meth:`Dataset.image` for an image.
             rows: Rows of the manifest.
         """
-        return self._read("read", _read_audio, rows)
-
-    def read_images(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-        """Yield the image of each clip, or its error. See :meth:`Dataset.image`.
-
-        Args:
-            rows: Rows of the manifest.
-        """
-        return self._read("image", _read_image, rows)
-
-    def _read(self, method: str, default: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-        """Read clips in a helper process, or in this one if a user's class overrides the method."""
         places = [str(row["path"] or row["clip"]) for row in rows]
         if self._is_built_in:
             return map_isolated(functools.partial(_read_row, self, method), rows, places)
         if getattr(find_dataset(self.name), method) is getattr(Dataset, method):
-            return map_isolated(default, rows, places)
+            return map_isolated(getattr(Dataset(), method), rows, places)
         return map(functools.partial(_try_row, self, method), rows)
 
     @property
@@ -109,14 +96,6 @@ def _try_row(source: Source, method: str, row: Mapping[str, Any]) -> Any:
         return _read_row(source, method, row)
     except Exception as error:  # noqa: BLE001  (A user's data set may raise anything.)
         return error
-
-
-def _read_audio(row: Mapping[str, Any]) -> Any:
-    return read_audio(row["path"])
-
-
-def _read_image(row: Mapping[str, Any]) -> Any:
-    return read_image(row["path"])
 
 
 _datasets: dict[str, Dataset] = {}

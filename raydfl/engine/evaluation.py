@@ -229,46 +229,38 @@ def pool_replies(
             clients.setdefault(split, {})[reply.client_id] = {prefix + name: v for name, v in metrics.items()}
     rows: list[record.MetricRow] = []
     for split, measured in server.items():
-        means: dict[str, _PartMean] = {}
+        parts: dict[str, list[tuple[Metrics, float]]] = {}
         for (prefix, part, weight), pieces in measured.items():
             whole = pool_metrics(pieces)
             scores = {**whole, **summarise(whole)}
             named = {prefix + name: value for name, value in scores.items()}
             rows += record.rows_from_metrics(round_index, "evaluate", "", split, named)
             if weight:
-                means.setdefault(part, _PartMean()).add(scores, weight)
-        for part, mean in means.items():
-            scores = {part_names.qualify(part, ":", name): value for name, value in mean.scores().items()}
+                parts.setdefault(part, []).append((scores, weight))
+        for part, models in parts.items():
+            scores = {part_names.qualify(part, ":", name): v for name, v in _average_models(models).items()}
             rows += record.rows_from_metrics(round_index, "evaluate", "", split, scores)
     for split, measured_clients in clients.items():
         rows += record.rows_from_clients(round_index, "evaluate", split, measured_clients)
     return rows, unmeasured
 
 
-class _PartMean:
-    """Mean scores of a part over its models, weighted by ``Task.options["parts"]``."""
-
-    def __init__(self) -> None:
-        self._ratios: dict[str, list[tuple[Ratio, float]]] = {}
-        self._confusions: dict[str, np.ndarray] = {}
-
-    def add(self, scores: Metrics, weight: float) -> None:
-        """Add the scores of a model."""
-        for name, value in scores.items():
+def _average_models(measured: Sequence[tuple[Metrics, float]]) -> Metrics:
+    """Compute a part's scores: means over its models, weighted by ``Task.options["parts"]``, and sums of confusion matrices."""
+    ratios: dict[str, list[tuple[Ratio, float]]] = {}
+    sums: dict[str, np.ndarray] = {}
+    for metrics, weight in measured:
+        for name, value in metrics.items():
             if isinstance(value, Ratio) and value.count:
-                self._ratios.setdefault(name, []).append((value, weight))
+                ratios.setdefault(name, []).append((value, weight))
             elif isinstance(value, np.ndarray):
-                weighted = value * weight
-                self._confusions[name] = self._confusions[name] + weighted if name in self._confusions else weighted
-
-    def scores(self) -> Metrics:
-        """Return the weighted means, and the sums of the weighted confusion matrices."""
-        scores: dict[str, Ratio | np.ndarray] = dict(self._confusions)
-        for name, weighted in self._ratios.items():
-            count = sum(ratio.count for ratio, _ in weighted)
-            mean = sum(ratio.value * weight for ratio, weight in weighted) / sum(weight for _, weight in weighted)
-            scores[name] = Ratio(mean * count, count)
-        return scores
+                sums[name] = sums[name] + value * weight if name in sums else value * weight
+    scores: dict[str, Ratio | np.ndarray] = dict(sums)
+    for name, weighted in ratios.items():
+        count = sum(ratio.count for ratio, _ in weighted)
+        mean = sum(ratio.value * weight for ratio, weight in weighted) / sum(weight for _, weight in weighted)
+        scores[name] = Ratio(mean * count, count)
+    return scores
 
 
 def _list_kinds(reply: Reply, prefix: str = "") -> dict[str, str]:

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
+from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.noise_key import NoiseKey
 from raydfl.data import Population
 from raydfl.engine.accounting import ExampleMechanism, check_library
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
-from raydfl.engine.privacy import STUDY, mark_epsilon
+from raydfl.engine.privacy import STUDY, mark_epsilon, read_mechanism
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.telemetry import RoundReport, RoundRows
@@ -142,7 +142,7 @@ def measure_examples(run_dir: Path, stored: Mapping[str, Any], rounds: int) -> t
     Raises:
         RunDirectoryError: The group is damaged.
     """
-    mechanism = read_example_mechanism(stored)
+    mechanism = read_mechanism(ExampleMechanism, stored)
     largest, median = mechanism.summarise(Counter(_read_pairs(run_dir, rounds).values()))
     return largest, median, describe_examples(mechanism, rounds, largest, median, stored.get("key") is not None)
 
@@ -160,7 +160,7 @@ def measure_clients(run_dir: Path, stored: Mapping[str, Any], rounds: int, clien
         RunDirectoryError: The group is damaged.
     """
     pairs = _read_pairs(run_dir, rounds)
-    return read_example_mechanism(stored).summarise(Counter(pairs[c] for c in clients if c in pairs))[0]
+    return read_mechanism(ExampleMechanism, stored).summarise(Counter(pairs[c] for c in clients if c in pairs))[0]
 
 
 def _read_pairs(run_dir: Path, rounds: int) -> dict[str, tuple[int, int]]:
@@ -183,21 +183,6 @@ def read_steps(run_dir: Path, rounds: int) -> Counter[str]:
     for client, value in zip(table["client"].to_pylist(), table["value"].to_pylist(), strict=True):
         steps[client] += int(value)
     return steps
-
-
-def read_example_mechanism(stored: Mapping[str, Any]) -> ExampleMechanism:
-    """Read the mechanism of a run from the group ``privacy`` of its ``run.json``.
-
-    Raises:
-        RunDirectoryError: A value is missing or of a wrong type.
-    """
-    with translate_failures(
-        lambda reason: RunDirectoryError(f"run.json: the group privacy is damaged ({reason}). Restore it from a copy")
-    ):
-        kinds = {field.name: type(stored[field.name]) for field in dataclasses.fields(ExampleMechanism)}
-        if kinds != {"batch": int, "noise": float, "delta": float}:
-            raise ValueError("a value has a wrong type")
-        return ExampleMechanism(**{name: stored[name] for name in kinds})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +215,11 @@ class PrivateExamples:
         stored = read_about(run_dir).get("privacy")
         if stored is None:
             raise RunDirectoryError(f"{run_dir / 'run.json'} lacks the group privacy. Restore it from a copy")
-        mechanism, secret, train = read_example_mechanism(stored), config.privacy.key == "secret", config.train
+        mechanism, secret, train = (
+            read_mechanism(ExampleMechanism, stored),
+            config.privacy.key == "secret",
+            config.train,
+        )
         key = NoiseKey.read(run_dir, stored["key"]) if secret else NoiseKey.from_seed(config.run.seed)
         clips, limits = _count_clips(population, clients), None
         limit = None if config.run.stop is None else config.run.stop.epsilon

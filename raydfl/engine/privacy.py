@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
 from raydfl.core.noise_key import NoiseKey
 from raydfl.core.types import Metrics, Ratio, State, Update
-from raydfl.engine.accounting import Mechanism, check_library
+from raydfl.engine.accounting import ExampleMechanism, Mechanism, check_library
 from raydfl.engine.banded_noise import BandedNoise
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -25,6 +25,8 @@ from raydfl.engine.networks import build_variants
 from raydfl.engine.storage.folder import read_about
 from raydfl.engine.telemetry import TIMELINE, RoundReport, RoundRows
 from raydfl.rules import AdaptiveClip, Gaussian, NoisySum
+
+_Mechanism = TypeVar("_Mechanism", Mechanism, ExampleMechanism)
 
 _CLIP = "gaussian"
 """Entry of the state with the clip of the next round."""
@@ -102,7 +104,7 @@ def describe_run(stored: Mapping[str, Any], rounds: int) -> tuple[float, str]:
     Raises:
         RunDirectoryError: The group is damaged.
     """
-    mechanism = read_mechanism(stored)
+    mechanism = read_mechanism(Mechanism, stored)
     epsilon = mechanism.compute_epsilon(rounds)
     return epsilon, describe_epsilon(mechanism, rounds, epsilon, stored.get("key") is not None)
 
@@ -166,7 +168,7 @@ class PrivateRun:
         stored = read_about(run_dir).get("privacy")
         if stored is None:
             raise RunDirectoryError(f"{run_dir / 'run.json'} lacks the group privacy. Restore it from a copy")
-        mechanism, settings = read_mechanism(stored), config.privacy
+        mechanism, settings = read_mechanism(Mechanism, stored), config.privacy
         secret = settings.key == "secret"
         key = NoiseKey.read(run_dir, stored["key"]) if secret else NoiseKey.from_seed(config.run.seed)
         limit = None if config.run.stop is None else config.run.stop.epsilon
@@ -243,7 +245,7 @@ class PrivateRun:
         return f"another round would exceed run.stop.epsilon, now {now:.3g}{mark}"
 
 
-def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
+def read_mechanism(kind: type[_Mechanism], stored: Mapping[str, Any]) -> _Mechanism:
     """Read the mechanism of a run from the group ``privacy`` of its ``run.json``.
 
     Raises:
@@ -252,9 +254,13 @@ def read_mechanism(stored: Mapping[str, Any]) -> Mechanism:
     with translate_failures(
         lambda reason: RunDirectoryError(f"run.json: the group privacy is damaged ({reason}). Restore it from a copy")
     ):
-        later = {name: stored.get(name, neutral) for name, neutral in {"rest": 1, "simulated": 0}.items()}
-        names = [field.name for field in dataclasses.fields(Mechanism) if field.name not in later]
-        values = {**{name: stored[name] for name in names}, **later}
-        if [*map(type, values.values())] != [int, int, str, float, float, int, int]:
+        types = get_type_hints(kind)
+        values = {
+            field.name: stored[field.name]
+            if field.default is dataclasses.MISSING
+            else stored.get(field.name, field.default)
+            for field in dataclasses.fields(kind)
+        }
+        if any(type(value) is not types[name] for name, value in values.items()):
             raise ValueError("a value has a wrong type")
-        return Mechanism(**values)
+        return kind(**values)

@@ -22,7 +22,7 @@ import torch
 
 from raydfl.controls import Control
 from raydfl.core.errors import ConfigError, RunDirectoryError, translate_failures
-from raydfl.core.files import write_durably
+from raydfl.core.files import replace_non_finite, write_durably
 from raydfl.core.metrics import base_name
 from raydfl.core.version import __version__
 from raydfl.experiments.settings import MetricSettings
@@ -210,18 +210,8 @@ def write_result(study: Study, trial: Trial) -> None:
     if trial.result_file is None or trial.result_file.exists():
         return
     trial.result_file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(
-        trial.result_file, (json.dumps(_to_plain(asdict(make_result(study, trial))), indent=1) + "\n").encode()
-    )
-
-
-def _to_plain(value: Any) -> Any:
-    """Replace non-finite numbers, which JSON lacks, by ``None``."""
-    if isinstance(value, Mapping):
-        return {key: _to_plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    values = replace_non_finite(asdict(make_result(study, trial)))
+    write_durably(trial.result_file, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def read_result(study: Study, trial: Trial) -> RunResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from raydfl.core.errors import printable
-from raydfl.core.files import display_path
+from raydfl.core.files import display_path, replace_non_finite
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.core.words import format_duration, format_size
 from raydfl.engine import Leader, RoundReport
@@ -343,7 +342,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def _print_event(self, event: str, **values: Any) -> None:
-        self._print_text(json.dumps({"event": event, **_replace_non_finite(values)}, allow_nan=False))
+        self._print_text(json.dumps(replace_non_finite({"event": event, **values}), allow_nan=False))
 
 
 def default_progress() -> Progress:
@@ -378,14 +377,3 @@ def _best_to_dict(best: Leader) -> dict[str, Any]:
         "value": best.value,
         "chosen_by": best.criterion.chooser,
     }
-
-
-def _replace_non_finite(value: Any) -> Any:
-    """Replace NaN and infinities by ``None``, because JSON has no name for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _replace_non_finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_replace_non_finite(inner) for inner in value]
-    return value

@@ -11,15 +11,6 @@ from typing import Any
 from raydfl.runs.progress import Progress
 
 
-def interrupt() -> None:
-    """Interrupt the current work, like Ctrl-C without a handler.
-
-    Raises:
-        KeyboardInterrupt: always.
-    """
-    raise KeyboardInterrupt
-
-
 class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM: the first signal requests a stop, the second stops at once.
 
@@ -33,7 +24,6 @@ class StopSignals:
         message: str,
         target: str = "",
         on_first: Callable[[], None] = lambda: None,
-        on_second: Callable[[], None] = interrupt,
         enabled: bool = True,
     ) -> None:
         """Prepare to handle signals inside the block, if it runs in the main thread.
@@ -43,7 +33,6 @@ class StopSignals:
             message: Announces the stop after the first signal.
             target: Object of the hint "stop ... at once", such as "them". Empty: this process.
             on_first: Called at the first signal.
-            on_second: Called at each later signal.
             enabled: Whether signals are handled. Otherwise only ``asked`` counts.
         """
         self.asked = False
@@ -51,7 +40,6 @@ class StopSignals:
         self._message = message
         self._hint = f" (press Ctrl-C again to stop {target + ' ' if target else ''}at once)"
         self._on_first = on_first
-        self._on_second = on_second
         self._numbers = (signal.SIGINT, signal.SIGTERM) if enabled else ()
         self._before: dict[int, Any] = {}
 
@@ -68,8 +56,7 @@ class StopSignals:
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            self._on_second()
-            return
+            raise KeyboardInterrupt
         self.asked = True
         self._on_first()
         # SIGTERM comes from a job's scheduler, so a hint about the keyboard would be useless.

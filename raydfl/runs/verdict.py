@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from raydfl.core.files import replace_non_finite
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.part_names import qualify
 from raydfl.core.types import Problem
@@ -161,12 +161,6 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a mapping for JSON. Values that are not finite become ``None``."""
-        scores = [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in asdict(score).items()
-            }
-            for score in self.scores
-        ]
+        scores = [replace_non_finite(asdict(score)) for score in self.scores]
         findings = [{"kind": finding.kind, "text": finding.text} for finding in self.findings]
         return {"learnt": self.learnt, "text": self.text, "scores": scores, "findings": findings, "next": self.next}

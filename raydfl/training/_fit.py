@@ -22,7 +22,7 @@ from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples
 from raydfl.training.call import FitCall
 from raydfl.training.moments import restore_moments, save_moments
-from raydfl.training.optimiser import Optimiser, make_torch_optimiser
+from raydfl.training.optimiser import Optimiser
 from raydfl.training.ownership import set_training_mode
 from raydfl.training.plan import Plan, draw_order, find_weights
 from raydfl.training.precision import GradientScale, autocast
@@ -32,13 +32,6 @@ from raydfl.training.step import Loss, Step, compute_loss
 from raydfl.training.together import lockstep, signature
 from raydfl.training.together.batches import StackedBatches, select_first, trim_padding
 from raydfl.training.together.executor import fit_batched, predict_batched
-
-
-def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
-    """Create the configured optimiser of the named models (all by default), with the learning rates of this round."""
-    trainable = _list_trainable(step, models or tuple(step.models))
-    parameters = {name: [*tensors.values()] for name, tensors in trainable.items()}
-    return make_torch_optimiser(parameters, step.training.optimiser, step.round_index)
 
 
 def _list_trainable(step: Step, models: Sequence[str]) -> dict[str, dict[str, Tensor]]:

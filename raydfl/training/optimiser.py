@@ -44,7 +44,7 @@ class Optimiser:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take a step, equal to ``step`` of :func:`make_torch_optimiser`. Parameters without a gradient do not change."""
+        """Take a step, equal to ``step`` of the optimiser in torch.optim. Parameters without a gradient do not change."""
         settings = self.settings
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -135,32 +135,6 @@ class Optimiser:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-
-
-def make_torch_optimiser(
-    parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
-) -> torch.optim.Optimizer:
-    """Create the equivalent torch.optim optimiser, for a method's own training loop.
-
-    Args:
-        parameters: leaf tensors by model name.
-        settings: algorithm and hyperparameters.
-        round_index: completed rounds, for the decay of the learning rates.
-    """
-    groups = _make_groups(parameters, settings, round_index)
-    if settings.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=True
-        )
-    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
-    return kind(
-        groups,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
 
 
 def _expand_like(values: Tensor, stacked: Tensor) -> Tensor:

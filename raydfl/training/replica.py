@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class _Parts:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.tensors: list[Tensor] = []
         """All tensors of the networks, including plain attributes."""
-        self.layers = [layer for model in models.values() for layer in _iter_layers(model)]
+        self.layers = [layer for model in models.values() for layer in model.modules()]
         self._holders: list[Any] = []
         """Dicts, lists and sets with parts."""
         self._known: dict[int, object] = {}
@@ -297,11 +297,3 @@ class _Vector:
                 plan.append((block, (key, start)))
             self._plans[layout_ids] = (layouts, plan)  # keeps the layouts alive, so that their ids stay unique
         return self._plans[layout_ids][1]
-
-
-def _iter_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its descendants, several times as fast as ``modules()``."""
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from _iter_layers(child)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
 from raydfl.training.fleet import FleetSettings
 
 Precision = Literal["float32", "bfloat16", "float16", "tf32"]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _check_fraction(value: int | float) -> int | float:
+    if isinstance(value, float) and value > 1:
+        raise ValueError("a fraction of the clients must be at most 1.0; for a number of clients, write an integer")
+    return value
+
+
+_Cohort = Annotated[int | float, Field(gt=0), AfterValidator(_check_fraction)]
 
 
 class PrivateSettings(Settings):
@@ -41,7 +51,7 @@ class OptimiserSettings(Settings):
 
     name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="Optimisation algorithm.")
     lr: float = Field(0.1, gt=0, description="Learning rate of all models.")
-    models: dict[str, float] = Field(
+    models: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="Learning rates by model name. Models without an entry use lr."
     )
     decay: float = Field(
@@ -51,7 +61,7 @@ class OptimiserSettings(Settings):
     weight_decay: float = Field(
         0.0, ge=0, description="Weight decay, added to the gradient (adamw: decoupled). 0 disables it."
     )
-    betas: tuple[float, float] = Field(
+    betas: tuple[_Beta, _Beta] = Field(
         (0.9, 0.999), description="Decay rates of the first and the second moment (adam, adamw), each in [0, 1)."
     )
     eps: float = Field(1e-8, gt=0, description="Denominator offset (adam, adamw).")
@@ -74,21 +84,6 @@ class OptimiserSettings(Settings):
         if self.private is not None and self.clip_norm is not None:
             raise ValueError("private clips the gradient of each example, so clip_norm has no use. Remove clip_norm")
         return self
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("each beta must be at least 0 and less than 1")
-        return value
-
-    @field_validator("models")
-    @classmethod
-    def _rates_positive(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, rate in value.items():
-            if rate <= 0:
-                raise ValueError(f"the learning rate of {name!r} must be greater than 0")
-        return value
 
 
 class PhaseOptimiserSettings(Settings):
@@ -174,8 +169,8 @@ class PhaseSettings(Settings):
         description="Starting point of the phase: models and private state of the previous phase's last round, or of its best by "
         "run.best.",
     )
-    cohort: int | float | None = Field(
-        None, gt=0, description="Clients in each round, in the form of train.cohort. null: as in train."
+    cohort: _Cohort | None = Field(
+        None, description="Clients in each round, in the form of train.cohort. null: as in train."
     )
     local_epochs: int | None = Field(
         None, ge=1, description="Passes over a client's training data in a round. null: as in train."
@@ -197,25 +192,13 @@ class PhaseSettings(Settings):
         former = isinstance(values, dict) and isinstance(values.get("tape"), bool)
         return {name: value for name, value in values.items() if name != "tape"} if former else values
 
-    @field_validator("cohort")
-    @classmethod
-    def _check_cohort(cls, value: int | float | None) -> int | float | None:
-        return value if value is None else _check_fraction(value)
-
-
-def _check_fraction(value: int | float) -> int | float:
-    if isinstance(value, float) and value > 1:
-        raise ValueError("a fraction of the clients must be at most 1.0; for a number of clients, write an integer")
-    return value
-
 
 class TrainSettings(Settings):
     """Training: rounds, cohorts and local training."""
 
     rounds: int = Field(20, ge=1, le=1_000_000, description="Number of communication rounds.")
-    cohort: int | float = Field(
+    cohort: _Cohort = Field(
         0.2,
-        gt=0,
         description="Clients in each round: an integer is a count, a number with a decimal point a fraction of the eligible "
         "clients. 1: one client. 1.0: all clients.",
     )
@@ -271,11 +254,6 @@ class TrainSettings(Settings):
         default_factory=dict,
         description="Overrides for phases of the training, by the phase's name: phases of the method, or your own.",
     )
-
-    @field_validator("cohort")
-    @classmethod
-    def _check_cohort(cls, value: int | float) -> int | float:
-        return _check_fraction(value)
 
     def resolve_phase(self, name: str) -> TrainSettings:
         """Return the settings with the overrides of a phase."""

@@ -18,9 +18,10 @@ from commands import Raydfl, write_config
 from helpers import known
 
 from raydfl.core.errors import RunDirectoryError
+from raydfl.core.files import file_digest
 from raydfl.core.lock import FileLock
 from raydfl.core.yaml import parse_yaml, to_yaml
-from raydfl.data.population_folder import digest_file, map_table, write_table
+from raydfl.data.population_folder import map_table, write_table
 from raydfl.engine import RoundReport
 from raydfl.engine.config import Config
 from raydfl.engine.overrides import apply_overrides
@@ -597,7 +598,7 @@ def test_a_population_with_offsets_outside_the_file_is_rejected(raydfl: Raydfl, 
     facts = run_dir / "population" / "population.json"
     stored = json.loads(facts.read_text())
     described = json.loads(stored["facts"])
-    described["files"]["clients.arrow"] = [path.stat().st_size, digest_file(path)]
+    described["files"]["clients.arrow"] = [path.stat().st_size, file_digest(path)]
     text = json.dumps(described)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     facts.write_text(json.dumps({"facts": text, "digest": digest}))

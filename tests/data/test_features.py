@@ -155,7 +155,6 @@ def test_a_short_clip_is_centred_in_silence() -> None:
     features = FeatureExtractor(settings)(short, 16_000)
     assert features.shape == (98, 64)
     np.testing.assert_allclose(features, compute_front_end(np.pad(short, (4499, 4500)), settings), atol=5e-3)
-    assert settings.count_frames(np.array([7_001 / 16_000, 2.0])).tolist() == [98, 198]
     with pytest.raises(ValidationError, match="least_seconds 1.0 is longer than seconds 0.5"):
         FeatureSettings(least_seconds=1.0, seconds=0.5)
 
@@ -189,7 +188,6 @@ def test_uncentred_frames_are_within_the_clip() -> None:
     extractor = FeatureExtractor(FeatureSettings(fft=1024, centred=False, normalise="none"))
     for samples, frames in ((1, 1), (399, 1), (400, 1), (559, 1), (560, 2), (16_000, 98)):
         assert extractor(make_noise(samples), 16_000).shape == (frames, 64)
-        assert FeatureSettings(centred=False).count_frames(np.array([samples / 16_000])).tolist() == [frames]
 
 
 def test_keys_of_earlier_versions_are_unchanged() -> None:
@@ -256,8 +254,6 @@ def test_one_second_has_101_frames_and_longer_clips_are_cut() -> None:
     extractor, wave = FeatureExtractor(settings), make_noise(40000)
     np.testing.assert_array_equal(extractor(wave, 16000), extractor(wave[:16000], 16000))
     assert extractor(wave[:8000], 16000).shape == (51, 64)  # the cache pads after normalisation
-    assert settings.count_frames(np.array([0.1, 3.0])).tolist() == [101, 101]
-    assert FeatureSettings().count_frames(np.array([0.1, 3.0])).tolist() == [11, 301]
 
 
 def test_no_filter_of_torchaudio_is_empty() -> None:

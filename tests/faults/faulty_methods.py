@@ -20,7 +20,8 @@ from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedmlac import FedMLAC
-from raydfl.training._fit import fit, make_optimiser
+from raydfl.training._fit import fit
+from raydfl.training.optimiser import Optimiser
 from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
 from raydfl.training.step import Step
 
@@ -153,18 +154,21 @@ class FirstBatches(Method):
     steps: int = 2
 
     def local(self, step: Step) -> Update:
-        optimiser = make_optimiser(step)
+        parameters = {"model": step.parameters("model").values()}
+        optimiser = Optimiser(
+            {name: [*tensors] for name, tensors in parameters.items()}, step.training.optimiser, step.round_index
+        )
         total, count = 0.0, 0
         step.models["model"].train()
         seed = torch.tensor(fit_seed(step))
         rounds = range(step.training.local_epochs)
         batches = [b for _ in rounds for b in step.data.train.batches(step.training.batch_size, step.rng, step.device)]
         for number, batch in enumerate(batches[: self.steps]):
-            optimiser.zero_grad()
+            optimiser.clear_gradients()
             with use_step_seed(derive_step_seed(seed, number)):
                 loss = self.loss(step, batch)
             loss.backward()
-            optimiser.step()
+            optimiser.advance()
             total, count = total + float(loss.detach()) * len(batch.y), count + len(batch.y)
         return step.update({"loss": Ratio(total, count)})
 

@@ -23,6 +23,7 @@ from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
 from raydfl.methods.scaffold import Scaffold
 from raydfl.testing import make_batch
+from raydfl.training.optimiser import Optimiser
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -317,12 +318,8 @@ def test_fedper_keeps_its_named_tensors_and_rejects_unknown_names() -> None:
     ],
 )
 def test_learning_rates_decay_and_may_differ_by_model(settings: dict[str, Any], expected: float) -> None:
-    from raydfl.training._fit import make_optimiser
-
-    step = make_step(FedAvg(), make_models("model"))
-    step.training = TrainSettings(optimiser=OptimiserSettings(**settings))
-    step.round_index = 2
-    assert make_optimiser(step).param_groups[0]["lr"] == pytest.approx(expected)
+    optimiser = Optimiser({"model": [torch.zeros(1)]}, OptimiserSettings(**settings), round_index=2)
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:

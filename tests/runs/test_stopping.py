@@ -76,14 +76,15 @@ def test_signal_during_a_line_prints_after_it(mode: Mode) -> None:
     assert recorder == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
 
 
-def test_actions_of_signals_are_configurable() -> None:
+def test_the_action_of_the_first_signal_is_configurable_and_the_second_interrupts() -> None:
     done: list[str] = []
     recorder = RecordingProgress()
-    with StopSignals(recorder, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
+    with StopSignals(recorder, "runs stop", "them", lambda: done.append("file")) as stop:
+        signal.raise_signal(signal.SIGINT)
         assert stop.asked
-    assert done == ["file", "kill", "kill"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert done == ["file"]
     assert recorder.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
 
 

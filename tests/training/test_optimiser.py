@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raydfl.training.optimiser import Optimiser, make_torch_optimiser
+from raydfl.training.optimiser import Optimiser
 from raydfl.training.settings import OptimiserSettings
 
 SETTINGS: list[dict[str, Any]] = [
@@ -19,6 +19,19 @@ SETTINGS: list[dict[str, Any]] = [
     {"name": "adam", "betas": (0.5, 0.8), "eps": 0.1},
     {"name": "adamw", "models": {"a": 0.01}, "weight_decay": 0.3},
 ]
+
+
+def make_torch_optimiser(
+    parameters: dict[str, list[torch.Tensor]], settings: OptimiserSettings, round_index: int
+) -> torch.optim.Optimizer:
+    groups = [
+        {"params": tensors, "lr": settings.models.get(name, settings.lr) * settings.decay**round_index}
+        for name, tensors in parameters.items()
+    ]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.momentum, weight_decay=settings.weight_decay)
+    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+    return kind(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

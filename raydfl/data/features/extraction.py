@@ -110,11 +110,11 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
     settings = chunk.features
     compute: _Compute
     if isinstance(settings, FileFeatures):
-        contents, compute = _read_features(chunk, settings), _keep
+        contents, compute = _read_features(chunk, settings), lambda _, matrix: matrix
     elif isinstance(settings, ImageFeatures):
-        contents, compute = chunk.source.read_images(chunk.rows), lambda _, image: settings.to_rows(image)
+        contents, compute = chunk.source.read("image", chunk.rows), lambda _, image: settings.to_rows(image)
     else:
-        contents, compute = chunk.source.read_waves(chunk.rows), _make_extractor(chunk, settings)
+        contents, compute = chunk.source.read("read", chunk.rows), _make_extractor(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}
@@ -159,10 +159,6 @@ def _read_features(chunk: Chunk, settings: FileFeatures) -> Iterator[Any]:
 
 def _read_clip(settings: FileFeatures, clip: tuple[str, bool]) -> np.ndarray:
     return read_features(settings, *clip)
-
-
-def _keep(position: int, matrix: np.ndarray) -> np.ndarray:
-    return matrix
 
 
 def _make_extractor(chunk: Chunk, settings: WaveFeatures) -> _Compute:

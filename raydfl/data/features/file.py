@@ -75,10 +75,6 @@ class FileFeatures(Settings):
         path = Path(values["path"])
         return {**values, "bands": call_isolated(_read_bands, path, where=f"data.features: {path}")}
 
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the file knows it."""
-        return np.full(seconds.shape, self.frames or 0, np.int64)
-
     def noisy_file(self) -> Path:
         """Return the path of the features with noise.
 

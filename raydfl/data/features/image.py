@@ -64,10 +64,6 @@ class ImageFeatures(Settings):
         """Number of stored values of a row, columns times channels."""
         return self.size[1] * self.channels
 
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached rows of images, int64 like ``seconds``."""
-        return np.full(seconds.shape, self.frames, np.int64)
-
     def key(self) -> dict[str, Any]:
         """Return all settings that affect the stored bytes, for the cache key."""
         return self.model_dump(mode="json", exclude={"mean", "deviation"})

@@ -16,29 +16,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
-from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype, SampleRate
+from raydfl.data.features.wave import Channel, Dtype, SampleRate, Seconds, WaveSettings
 
 WINDOW_MS, HOP_MS = 25, 10
 
 
-class KaldiFeatures(Settings):
+class KaldiFeatures(WaveSettings):
     """Kaldi's filter bank, scaled by a common mean and deviation."""
 
     kind: Annotated[Literal["kaldi"], Field(description="kaldi: Kaldi's filter bank, for SSAST's published weights.")]
     sample_rate: SampleRate = 16_000
     bands: Annotated[int, Field(ge=4, le=512, description="Mel bands, 4 to 512.")] = 128
-    seconds: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=3_600,
-            description="Maximum length of clips in seconds. Longer clips are cut. null: no limit.",
-        ),
-    ] = None
+    seconds: Seconds = None
     frames: Annotated[
         int | None,
         Field(
@@ -58,11 +49,6 @@ class KaldiFeatures(Settings):
     normalise: ClassVar[Literal["none"]] = "none"
     centred: ClassVar[bool] = False
     zeros_before: ClassVar[int] = 0
-
-    @property
-    def samples(self) -> int | None:
-        """Maximum number of samples of a wave, or None for no limit."""
-        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
     @property
     def window(self) -> int:
@@ -102,15 +88,3 @@ class KaldiFeatures(Settings):
             "frame_length": WINDOW_MS,
             "frame_shift": HOP_MS,
         }
-
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``, up to rounding by resampling."""
-        if self.frames is not None:
-            return np.full(seconds.shape, self.frames, np.int64)
-        samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
-        frames: np.ndarray = np.maximum(1 + (samples - self.window) // self.hop, 1)
-        return frames
-
-    def key(self) -> dict[str, Any]:
-        """Return all settings that affect the values, for the cache key."""
-        return self.model_dump(mode="json")

@@ -21,8 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
+from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate, WaveSettings
 
 _LARGEST_FFT = 16_384
 LARGEST_DENOMINATOR = 1_000
@@ -32,7 +31,7 @@ LEAST_SQUARES = 1e-9
 """Lower limit of a wave's sum of squares in ``wave: unit_norm``, against division by 0."""
 
 
-class FeatureSettings(Settings):
+class FeatureSettings(WaveSettings):
     """Log-mel features, a matrix of frames x bands for each wave."""
 
     kind: Annotated[
@@ -198,11 +197,6 @@ class FeatureSettings(Settings):
         return (self.points - self.window) // 2
 
     @property
-    def samples(self) -> int | None:
-        """Maximum number of samples of a wave, or None for no limit."""
-        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
-
-    @property
     def least_samples(self) -> int:
         """Minimum number of samples of a wave, 0 for no minimum."""
         return 0 if self.least_seconds is None else max(1, round(self.least_seconds * self.sample_rate))
@@ -234,14 +228,6 @@ class FeatureSettings(Settings):
         if self.scale == "db":
             return 10.0 / math.log(10.0)
         return 1.0 if self.spectrum == "power" else 0.5
-
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips before trimming, int64 like ``seconds``, up to rounding by resampling."""
-        if self.frames is not None:
-            return np.full(seconds.shape, self.frames, np.int64)
-        samples = np.maximum(np.ceil(seconds * self.sample_rate).astype(np.int64), self.least_samples)
-        frames: np.ndarray = np.maximum(1 + (samples if self.centred else samples - self.window) // self.hop, 1)
-        return frames
 
     def key(self) -> dict[str, Any]:
         """Return all settings that affect the values, for the cache key."""

@@ -12,17 +12,15 @@ import inspect
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import ConfigDict, Field
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.files import file_digest
 from raydfl.core.registry import load_object
-from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype, Frames, GivenNormalise, SampleRate
+from raydfl.data.features.wave import Channel, Dtype, Frames, GivenNormalise, SampleRate, Seconds, WaveSettings
 
 
-class ModelFeatures(Settings):
+class ModelFeatures(WaveSettings):
     """Features by your own network, a matrix of frames x bands for each wave."""
 
     model_config = ConfigDict(protected_namespaces=())
@@ -46,14 +44,7 @@ class ModelFeatures(Settings):
     ]
     sample_rate: SampleRate = 16_000
     channel: Channel = "first"
-    seconds: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=3_600,
-            description="Maximum length of clips in seconds. Longer clips are cut. null: no limit.",
-        ),
-    ] = None
+    seconds: Seconds = None
     frames: Frames = None
     normalise: GivenNormalise = "none"
     dtype: Dtype = "float32"
@@ -67,15 +58,6 @@ class ModelFeatures(Settings):
         place, _, name = self.model.rpartition(":")
         weights = "" if self.weights is None else f" ({self.weights.name})"
         return f"{Path(place).name}:{name}{weights}"
-
-    @property
-    def samples(self) -> int | None:
-        """Maximum number of samples of a wave, or None for no limit."""
-        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
-
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the model knows it."""
-        return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def key(self) -> dict[str, Any]:
         """Return all settings that affect the values, with the content of code and weights, for the cache key.

@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype
+from raydfl.data.features.wave import Channel, Dtype, WaveSettings
 
 _WHERE = "data.features"
 
 
-class PretrainedFeatures(Settings):
+class PretrainedFeatures(WaveSettings):
     """Outputs of a pretrained encoder's front end, or of its first layers."""
 
     kind: Annotated[
@@ -106,11 +104,6 @@ class PretrainedFeatures(Settings):
         return f"{self.folder.name} {end}"
 
     @property
-    def samples(self) -> int | None:
-        """Maximum number of samples of a wave, or None for no limit."""
-        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
-
-    @property
     def frame_seconds(self) -> float | None:
         """Time between frames, or None if frames are pooled, or padded to the encoder's fixed length."""
         about = read_folder(self.folder)
@@ -123,18 +116,6 @@ class PretrainedFeatures(Settings):
     def frames(self) -> int | None:
         """Number of frames of every clip, or None if it depends on the clip."""
         return 1 if self.pooling != "none" else None
-
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the encoder knows it."""
-        if self.after is not None:
-            return np.full(seconds.shape, self.frames or 0, np.int64)
-        from raydfl.core.pretrained import EncoderFrontEnd  # The import of PyTorch takes seconds.
-
-        front_end = EncoderFrontEnd(read_folder(self.folder), self.samples)
-        samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
-        if self.samples is not None:
-            samples = np.minimum(samples, self.samples)
-        return np.array([front_end.frames(count) for count in samples.tolist()], np.int64)
 
     def key(self) -> dict[str, Any]:
         """Return all settings that affect the values, with the folder's content, for the cache key.

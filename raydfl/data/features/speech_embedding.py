@@ -29,14 +29,8 @@ import numpy as np
 from pydantic import Field
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype
+from raydfl.data.features.wave import Channel, Dtype, Seconds, WaveSettings
 
-MEAN, DEVIATION = 7.5, 16.0
-PADDING = 6_400
-"""Samples of silence before and after a clip."""
-_STEP, _WINDOW, _HOP = 8, 76, 160
-"""Frames of mel between two windows, frames of mel in a window, and samples between frames of mel."""
 _CONTENT = {
     "melspectrogram": "ba2b0e0f8b7b875369a2c89cb13360ff53bac436f2895cced9f479fa65eb176f",
     "embedding_model": "ba754db3cd768a524c655ea90655ee5e6055a43b8dfd29366a11e93716ae9e51",
@@ -45,17 +39,14 @@ _CONTENT = {
 _INSTALL = "Install it: pip install 'raydfl[embedding]'"
 
 
-class SpeechEmbeddingFeatures(Settings):
+class SpeechEmbeddingFeatures(WaveSettings):
     """Google's speech embedding, 96 values every 80 ms."""
 
     kind: Annotated[
         Literal["speech_embedding"],
         Field(description="speech_embedding: Google's pretrained encoder of speech, in the package openwakeword."),
     ]
-    seconds: Annotated[
-        float | None,
-        Field(gt=0, le=3_600, description="Maximum length of clips in seconds. Longer clips are cut. null: no limit."),
-    ] = None
+    seconds: Seconds = None
     channel: Channel = "first"
     dtype: Dtype = "float32"
 
@@ -64,46 +55,39 @@ class SpeechEmbeddingFeatures(Settings):
     frames: ClassVar[int | None] = None
     normalise: ClassVar[Literal["none"]] = "none"
     title: ClassVar[str] = "Google's speech embedding"
-    padding: ClassVar[int] = PADDING
-    step: ClassVar[int] = _STEP
-    window: ClassVar[int] = _WINDOW
-    hop: ClassVar[int] = _HOP
-    mean: ClassVar[float] = MEAN
-    deviation: ClassVar[float] = DEVIATION
+    padding: ClassVar[int] = 6_400
+    """Samples of silence before and after a clip."""
+    step: ClassVar[int] = 8
+    """Frames of mel between two windows."""
+    window: ClassVar[int] = 76
+    """Frames of mel in a window."""
+    hop: ClassVar[int] = 160
+    """Samples between frames of mel."""
+    mean: ClassVar[float] = 7.5
+    deviation: ClassVar[float] = 16.0
 
     @property
     def frame_seconds(self) -> float:
         """Time between frames."""
         return self.step * self.hop / self.sample_rate
 
-    @property
-    def samples(self) -> int | None:
-        """Maximum number of samples of a wave, or None for no limit."""
-        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
-
-    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``, up to rounding by resampling."""
-        samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
-        if self.samples is not None:
-            samples = np.minimum(samples, self.samples)
-        mel = -(-(samples + 2 * PADDING) // _HOP) - 3
-        frames: np.ndarray = (mel - _WINDOW) // _STEP + 1
-        return frames
-
-    def key(self) -> dict[str, Any]:
-        """Return all settings that affect the values, for the cache key."""
-        return self.model_dump(mode="json")
-
     def describe(self) -> dict[str, Any]:
         """Describe the computation for programs that use an exported model."""
         files = {f"openwakeword/resources/models/{name}.onnx": f"sha256 {digest}" for name, digest in _CONTENT.items()}
-        mel = {"window": _WINDOW, "step": _STEP, "formula": "x / 10 + 2"}
-        return {"files": files, "padding_samples": PADDING, "mel": mel, "mean": MEAN, "deviation": DEVIATION}
+        mel = {"window": self.window, "step": self.step, "formula": "x / 10 + 2"}
+        return {
+            "files": files,
+            "padding_samples": self.padding,
+            "mel": mel,
+            "mean": self.mean,
+            "deviation": self.deviation,
+        }
 
 
 def cut_windows(mel: np.ndarray) -> np.ndarray:
     """Cut windows of 76 frames every 8 frames: float32 [windows, 76, 32, 1] from float32 [frames, 32]."""
-    windows = np.lib.stride_tricks.sliding_window_view(mel, _WINDOW, axis=0)[::_STEP]
+    window, step = SpeechEmbeddingFeatures.window, SpeechEmbeddingFeatures.step
+    windows = np.lib.stride_tricks.sliding_window_view(mel, window, axis=0)[::step]
     return np.ascontiguousarray(windows.transpose(0, 2, 1)[..., None], np.float32)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
+
+from raydfl.core.settings import Settings
 
 EPSILON = 1e-5
 """Offset of a band's standard deviation before the division. A constant band thus becomes 0."""
@@ -37,10 +39,28 @@ Frames = Annotated[
         "normalisation. null: clips keep their lengths.",
     ),
 ]
+Seconds = Annotated[
+    float | None,
+    Field(gt=0, le=3_600, description="Maximum length of clips in seconds. Longer clips are cut. null: no limit."),
+]
 Dtype = Annotated[
     Literal["float32", "float16"],
     Field(description="Type in the cache. float16 halves its size. Batches are always float32."),
 ]
+
+
+class WaveSettings(Settings):
+    """Base class of features of recordings, with fields or constants ``seconds`` and ``sample_rate``."""
+
+    @property
+    def samples(self) -> int | None:
+        """Maximum number of samples of a wave, or None for no limit."""
+        settings: Any = self
+        return None if settings.seconds is None else max(1, round(settings.seconds * settings.sample_rate))
+
+    def key(self) -> dict[str, Any]:
+        """Return all settings that affect the values, for the cache key."""
+        return self.model_dump(mode="json")
 
 
 def standardise(matrix: np.ndarray) -> np.ndarray:

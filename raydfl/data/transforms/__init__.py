@@ -5,16 +5,14 @@ Begin with ``_transform.py`` (the base class) and ``_pipeline.py`` (the order of
 
 from __future__ import annotations
 
-from raydfl.data.transforms._pipeline import PLAIN, LateNormalisation, Pipeline, Pixels, find_transform, make_transforms
+from raydfl.data.transforms._pipeline import PLAIN, Pipeline, find_transform, make_transforms
 from raydfl.data.transforms._transform import Drawn, Transform
 from raydfl.data.transforms.random_crop import RandomCrop
 
 __all__ = [
     "PLAIN",
     "Drawn",
-    "LateNormalisation",
     "Pipeline",
-    "Pixels",
     "RandomCrop",
     "Transform",
     "find_transform",

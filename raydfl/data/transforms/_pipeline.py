@@ -55,32 +55,6 @@ class LateNormalisation:
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """Conversion of stored rows of bytes to normalised images."""
-
-    rows: int
-    columns: int
-    channels: int
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-
-    def to_images(self, x: Tensor) -> Tensor:
-        """Convert bytes, float32 [..., rows, columns * channels], to images [..., channels, rows, columns]."""
-        x = x.view(*x.shape[:-1], self.columns, self.channels).movedim(-1, -3) / 255.0
-        return self._scale(x).contiguous()
-
-    def make_black(self, device: torch.device) -> Tensor:
-        """Return a black pixel after normalisation: float32 [channels, 1, 1]."""
-        return self._scale(torch.zeros(self.channels, 1, 1, device=device))
-
-    def _scale(self, x: Tensor) -> Tensor:
-        mean, deviation = (
-            torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.deviation)
-        )
-        return x.sub_(mean).div_(deviation)
-
-
-@dataclass(frozen=True)
 class Pipeline:
     """Steps from a view's cached features to the examples of a batch."""
 
@@ -89,8 +63,8 @@ class Pipeline:
     """Transforms without the crop, transforms of power first."""
     late: LateNormalisation | None = None
     """Deferred normalisation. ``None``: features come normalised from the cache."""
-    pixels: Pixels | None = None
-    """Conversion to images. ``None``: the view has features."""
+    pixels: ImageFeatures | None = None
+    """Settings of images. ``None``: the view has features."""
     tables: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
     """External data of transforms, such as recordings of noise, by position in ``transforms``."""
 
@@ -117,7 +91,7 @@ class Pipeline:
         """
         if self.pixels is None:
             return bands
-        rows, columns = self.pixels.rows, self.pixels.columns
+        rows, columns = self.pixels.size
         if self.crop is not None:
             rows = columns = self.crop.size
         return self.pixels.channels, rows, columns
@@ -135,7 +109,7 @@ class Pipeline:
         """
         units = ("frames", "bands")
         if self.pixels is not None:
-            frames, bands, units = self.pixels.rows, self.pixels.columns, ("rows", "columns")
+            (frames, bands), units = self.pixels.size, ("rows", "columns")
         for transform in self.all:
             for required, available, unit in zip(transform.least(), (frames, bands), units, strict=True):
                 if required > available:
@@ -188,10 +162,11 @@ class Pipeline:
         values: dict[str, np.ndarray] = {}
         counts = np.asarray(counts, np.int64)
         if self.pixels is not None:
-            counts, bands = np.full(len(counts), self.pixels.rows), self.pixels.columns
+            rows, bands = self.pixels.size
             if self.crop is not None:
-                values = self.crop.draw_corners(rng, len(counts), self.pixels.rows, self.pixels.columns)
-                counts, bands = np.full(len(counts), self.crop.size), self.crop.size
+                values = self.crop.draw_corners(rng, len(counts), rows, bands)
+                rows = bands = self.crop.size
+            counts = np.full(len(counts), rows)
         else:
             if self.cut is not None:
                 values[_CROP] = rng.integers(0, np.maximum(counts - self.cut, 0) + 1)
@@ -212,10 +187,12 @@ class Pipeline:
             drawn: random values from :meth:`draw` on the device of ``x``. ``None``: skip the random transforms.
         """
         if self.pixels is not None:
-            x = self.pixels.to_images(x)
+            x = _to_images(x, self.pixels)
             if self.crop is not None:
-                black = self.pixels.make_black(x.device) if self.crop.pad_with == "black" else None
-                x = self.crop.cut_images(x, drawn, black)
+                black = torch.zeros(self.pixels.channels, 1, 1, device=x.device)
+                x = self.crop.cut_images(
+                    x, drawn, _scale(black, self.pixels) if self.crop.pad_with == "black" else None
+                )
             return x if drawn is None else self._transform(x, frames, drawn, False)
         if self.late is not None:
             if drawn is not None:
@@ -326,7 +303,7 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     late = None
     if any(transform.power for transform in further):
         late = _make_late_normalisation(features, where)
-    pipeline = Pipeline(crop, further, late, _make_pixels(features))
+    pipeline = Pipeline(crop, further, late, features if isinstance(features, ImageFeatures) else None)
     if features.frames is not None:
         pipeline.check_size(features.frames, features.bands, where)
     return pipeline
@@ -338,10 +315,18 @@ def _name(transform: Transform) -> str:
     return name if package == _PACKAGE else type(transform).__name__
 
 
-def _make_pixels(features: AnyFeatures) -> Pixels | None:
-    if not isinstance(features, ImageFeatures):
-        return None
-    return Pixels(*features.size, features.channels, features.mean, features.deviation)
+def _to_images(x: Tensor, features: ImageFeatures) -> Tensor:
+    """Convert bytes, float32 [..., rows, columns * channels], to normalised images [..., channels, rows, columns]."""
+    x = x.view(*x.shape[:-1], features.size[1], features.channels).movedim(-1, -3) / 255.0
+    return _scale(x, features).contiguous()
+
+
+def _scale(x: Tensor, features: ImageFeatures) -> Tensor:
+    """Normalise pixels [..., channels, rows, columns] in 0..1. Overwrites ``x``."""
+    mean, deviation = (
+        torch.tensor(values, device=x.device)[:, None, None] for values in (features.mean, features.deviation)
+    )
+    return x.sub_(mean).div_(deviation)
 
 
 def _make_late_normalisation(features: AnyFeatures, where: str) -> LateNormalisation:

@@ -21,12 +21,6 @@ def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
     return FeatureExtractor(features.model_copy(update=neutral))
 
 
-def to_power(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
-    """Convert log-mel features without normalisation to power: float32, of the same shape."""
-    power: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
-    return power
-
-
 def load_waves(folder: Path, extractor: FeatureExtractor, option: str) -> Iterator[np.ndarray]:
     """Yield the recordings in a folder and its subfolders in alphabetical order.
 

@@ -20,7 +20,7 @@ from raydfl.core.ops import spectra
 from raydfl.core.seeds import generator
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.transforms._recordings import load_waves, make_power_extractor, to_power
+from raydfl.data.transforms._recordings import load_waves, make_power_extractor
 from raydfl.data.transforms._transform import Transform
 from raydfl.data.transforms._values import Range
 
@@ -62,7 +62,8 @@ class Noise(Transform):
                 waves.append(wave / max(float(np.sqrt(np.mean(np.square(wave)))), 1e-9))
                 if sum(map(len, waves)) > _LONGEST_S * features.sample_rate:
                     break
-        power = np.concatenate([to_power(features, extractor.features(wave)) for wave in waves])
+        logarithms = np.concatenate([extractor.features(wave) for wave in waves])
+        power = np.exp(logarithms / features.log_power_factor).astype(np.float32)
         scaled: np.ndarray = (power / power.sum(axis=1).mean()).astype(np.float32)
         return scaled
 

@@ -122,7 +122,7 @@ def _predict(
     listed = manifest.take(numbers[order].ravel()).to_pylist()
     rows = [listed[start : start + each] for start in range(0, len(listed), each)]
     wrong = min(_RECORDINGS, int(np.count_nonzero(errors))) if isinstance(data.features, WaveFeatures) else 0
-    sounds = iter(data.source.read_waves([clip for clips in rows[:wrong] for clip in clips]))
+    sounds = iter(data.source.read("read", [clip for clips in rows[:wrong] for clip in clips]))
     for rank, (place, clips) in enumerate(zip(order.tolist(), rows, strict=True)):
         name = " and ".join(f"{part}:{clip['clip']}" if part else clip["clip"] for clip in clips)
         heard = [next(sounds) for _ in clips] if rank < wrong else []

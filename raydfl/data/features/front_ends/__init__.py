@@ -10,7 +10,7 @@ Start with spectral.py.
 from torch import nn
 
 from raydfl.data.features.front_ends.networks import EncoderTokens, NamedModel, SpeechEmbedding
-from raydfl.data.features.front_ends.spectral import FilterBank, LogMel, Spectral, larger, smaller, take
+from raydfl.data.features.front_ends.spectral import FilterBank, LogMel, larger, smaller, take
 from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
@@ -26,4 +26,4 @@ FRONT_ENDS: dict[type, type[nn.Module]] = {
 }
 """The front end of each kind, by the class of its settings."""
 
-__all__ = ["FRONT_ENDS", "Spectral", "larger", "smaller", "take"]
+__all__ = ["FRONT_ENDS", "larger", "smaller", "take"]

@@ -15,14 +15,7 @@ from raydfl.core.pretrained import Encoder, EncoderFrontEnd, pool_tokens
 from raydfl.core.seeds import seed_for
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures, read_folder
-from raydfl.data.features.speech_embedding import (
-    DEVIATION,
-    MEAN,
-    PADDING,
-    SpeechEmbeddingFeatures,
-    cut_windows,
-    find_networks,
-)
+from raydfl.data.features.speech_embedding import SpeechEmbeddingFeatures, cut_windows, find_networks
 
 
 class EncoderTokens(nn.Module):
@@ -66,6 +59,7 @@ class SpeechEmbedding(nn.Module):
 
     def __init__(self, settings: SpeechEmbeddingFeatures) -> None:
         super().__init__()
+        self.settings = settings
         files = find_networks()
         import onnxruntime
 
@@ -78,10 +72,11 @@ class SpeechEmbedding(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         """Return the frames of a recording."""
-        wave = np.pad(samples.numpy(), ((0, 0), (PADDING, PADDING))) * np.float32(32_767)  # the scale of 16-bit samples
+        settings, scale = self.settings, np.float32(32_767)  # the scale of 16-bit samples
+        wave = np.pad(samples.numpy(), ((0, 0), (settings.padding, settings.padding))) * scale
         mel = self.mel.run(None, {"input": wave})[0].reshape(-1, 32) / 10 + 2
         frames = self.network.run(None, {"input_1": cut_windows(mel)})[0].reshape(1, -1, 96)
-        return torch.from_numpy((frames - np.float32(MEAN)) / np.float32(DEVIATION))
+        return torch.from_numpy((frames - np.float32(settings.mean)) / np.float32(settings.deviation))
 
 
 class NamedModel(nn.Module):
