@@ -106,7 +106,7 @@ def decide_trials(monkeypatch: pytest.MonkeyPatch, cosines: list[float], same: s
     unit = np.array([[1.0, 0.0], *([cosine, math.sqrt(1 - cosine**2)] for cosine in cosines)])
     others = np.arange(1, len(unit))
     truth = np.array([letter == "s" for letter in same])
-    monkeypatch.setattr(mistakes, "_answer_clips", lambda model, test: (np.arange(len(unit)), unit))
+    monkeypatch.setattr(mistakes, "answer_clips", lambda model, test: (np.arange(len(unit)), unit))
     trials = SimpleNamespace(list_trials=lambda test, first: (np.zeros_like(others), others, truth))
     model = SimpleNamespace(objective=trials, description="model of runs/a")
     return mistakes._verify(model, SimpleNamespace(clips=np.arange(len(unit))))  # type: ignore[arg-type]

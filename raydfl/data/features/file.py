@@ -157,12 +157,19 @@ def digest_features(
         reasons = call_isolated(_explain_absences, path, [clips[number] for number in numbers], where=str(path))
         missing |= {number: reason for number, reason in zip(numbers, reasons, strict=True) if reason is not None}
         present = {number: clips[number] for number in numbers if number not in missing}
-        digest = _digest_folder if path.is_dir() else _digest_file
-        for number, result in digest(path, present, cache, progress).items():
-            if isinstance(result, str):
-                missing[number] = result
+        folder, whole = path.is_dir(), str(path.absolute())
+        files = {
+            number: str((path / f"{clip}.npy").absolute()) if folder else whole for number, clip in present.items()
+        }
+        for number, result in digest_files(files, cache, progress).items() if files else ():
+            if isinstance(result, bytes):
+                content = hashlib.blake2b(result + clips[number].encode(), digest_size=DIGEST_BYTES).digest()
+                digests[number] = result if folder else content
+            elif folder:
+                missing[number] = f"{files[number]} cannot be read: {result.strerror or result}"
             else:
-                digests[number] = result
+                with _name_file(path):
+                    raise result
     return digests, missing
 
 
@@ -172,33 +179,6 @@ def _explain_absences(path: Path, clips: Sequence[str]) -> list[str | None]:
     if isinstance(source, _Folder):
         return [None] * len(clips)
     return [None if clip in source.names else source.explain_absence(clip) for clip in clips]
-
-
-def _digest_file(
-    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
-) -> dict[int, bytes | str]:
-    """Return the digest of each clip's features in a file, by the clip's number."""
-    whole = digest_files({0: str(path.absolute())}, cache, progress)[0]
-    if isinstance(whole, OSError):
-        with _name_file(path):
-            raise whole
-    return {
-        number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
-        for number, clip in clips.items()
-    }
-
-
-def _digest_folder(
-    path: Path, clips: Mapping[int, str], cache: Path, progress: ProgressReporter
-) -> dict[int, bytes | str]:
-    """Return the digest of each clip's file in a folder, or the reason for its absence, by the clip's number."""
-    files = {number: str((path / f"{clip}.npy").absolute()) for number, clip in clips.items()}
-    return {
-        number: f"{files[number]} cannot be read: {result.strerror or result}"
-        if isinstance(result, OSError)
-        else result
-        for number, result in digest_files(files, cache, progress).items()
-    }
 
 
 def explain_missing(clips: Sequence[str], missing: Mapping[int, str]) -> DataError:

@@ -88,13 +88,7 @@ def predict_tests(run: _Run, model: str | None = None) -> Path:
             clips += _predict(run.load_shared(shared), test, manifest, data, part, folder)
     if not clips:
         raise InputError(f"{run.run_dir} has no test clips at the server. Hold some out with data.split.test.")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(PredictedClip)])
-    writer.writerows(astuple(clip) for clip in clips)
-    path = run.run_dir / PREDICTIONS_FILE
-    write_durably(path, text.getvalue().encode())
-    return path
+    return write_table(run.run_dir / PREDICTIONS_FILE, clips)
 
 
 def read_predictions(run_dir: Path) -> list[PredictedClip]:
@@ -103,11 +97,18 @@ def read_predictions(run_dir: Path) -> list[PredictedClip]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        names = ("clip", "group", "label", "predicted", "probability", "recording")
-        rows = [[row[name] for name in names] for row in csv.DictReader(file)]
-    return [
-        PredictedClip(clip, group, label, predicted, float(p), file) for clip, group, label, predicted, p, file in rows
-    ]
+        rows: list[dict[str, Any]] = [{**row, "probability": float(row["probability"])} for row in csv.DictReader(file)]
+    return [PredictedClip(**row) for row in rows]
+
+
+def write_table(path: Path, clips: Sequence[Any]) -> Path:
+    """Write instances of a dataclass as the rows of a CSV file, and return its path."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(clips[0])])
+    writer.writerows(astuple(clip) for clip in clips)
+    write_durably(path, text.getvalue().encode())
+    return path
 
 
 def _predict(
@@ -156,7 +157,7 @@ _Answers = tuple[np.ndarray, Sequence[str], Sequence[str], np.ndarray, np.ndarra
 """Clips int64 [clips] or [trials, 2], true and predicted labels, and float [clips] each: probability, errors (0: correct)."""
 
 
-def _answer_clips(model: RunModel, test: Examples) -> tuple[np.ndarray, np.ndarray]:
+def answer_clips(model: RunModel, test: Examples) -> tuple[np.ndarray, np.ndarray]:
     """Compute the answers of clips: int64 [clips] in ascending order, and float64 [clips, answers]."""
     outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
     numbers = np.unique(test.clips)
@@ -165,7 +166,7 @@ def _answer_clips(model: RunModel, test: Examples) -> tuple[np.ndarray, np.ndarr
 
 
 def _classify(model: RunModel, test: Examples) -> _Answers:
-    numbers, answers = _answer_clips(model, test)
+    numbers, answers = answer_clips(model, test)
     predicted, truth = answers.argmax(axis=1), test.labels[np.unique(test.clips, return_index=True)[1]]
     names, answered = ([test.classes[label] for label in labels.tolist()] for labels in (truth, predicted))
     return numbers, names, answered, answers.max(axis=1), (predicted != truth).astype(float)
@@ -209,7 +210,7 @@ def _verify(model: RunModel, test: Examples) -> _Answers:
         RaydflError: A cosine is not finite.
     """
     objective = cast(Verify, model.objective)
-    numbers, unit = _answer_clips(model, test)
+    numbers, unit = answer_clips(model, test)
     left, right, same = objective.list_trials(test, np.unique(test.clips, return_index=True)[1])
     cosines = (unit[left] * unit[right]).sum(axis=1)
     if not np.isfinite(cosines).all():

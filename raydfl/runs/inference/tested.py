@@ -7,25 +7,22 @@ on request on a machine with the data.
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from raydfl.core.errors import InputError
-from raydfl.core.files import write_durably
 from raydfl.data import Examples, Population, list_clips
 from raydfl.engine.storage import local_run
 from raydfl.objectives import Verify
-from raydfl.runs.inference.mistakes import predict_tests
+from raydfl.runs.inference.mistakes import answer_clips, predict_tests, write_table
 from raydfl.runs.inference.model import RunModel, _Run
 from raydfl.runs.inference.threshold import Threshold
 
 SCORES_FILE = "scores.csv"
-_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +80,7 @@ def score_tests(
     clips = list(_score_clips(run, model, threshold))
     if not clips:
         raise InputError(f"{folder} has no test clips. Hold some out with data.split.client_test or data.split.test.")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(TestedClip)])
-    writer.writerows(astuple(clip) for clip in clips)
-    path = folder / SCORES_FILE
-    write_durably(path, text.getvalue().encode())
-    return path
+    return write_table(folder / SCORES_FILE, clips)
 
 
 def read_scores(run_dir: Path) -> list[TestedClip]:
@@ -98,17 +89,10 @@ def read_scores(run_dir: Path) -> list[TestedClip]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [
-            TestedClip(
-                row["client"],
-                row["clip"],
-                row["label"],
-                float(row["score"]),
-                float(row["threshold"]) if row["threshold"] else None,
-                row["decision"],
-            )
-            for row in csv.DictReader(file)
-        ]
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for row in rows:
+        row |= {"score": float(row["score"]), "threshold": float(row["threshold"]) if row["threshold"] else None}
+    return [TestedClip(**row) for row in rows]
 
 
 def _score_clips(run: _Run, model: str | None, threshold: Threshold | None) -> Iterator[TestedClip]:
@@ -133,14 +117,11 @@ def _apply_model(
 ) -> Iterator[TestedClip]:
     """Yield the scored clips of one test set, the highest score first."""
     limit = model.threshold if threshold is None else threshold
-    outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
-    numbers, first = np.unique(test.clips, return_index=True)
-    scores = [
-        float(model.objective.answer_of_clip(outputs[torch.from_numpy(test.clips == number)])[0]) for number in numbers
-    ]
+    numbers, answers = answer_clips(model, test)
+    scores, first = answers[:, 0], np.unique(test.clips, return_index=True)[1]
     labels = [test.classes[label] for label in test.labels[first].tolist()]
-    for place in np.argsort(-np.array(scores), kind="stable").tolist():
-        score = scores[place]
+    for place in np.argsort(-scores, kind="stable").tolist():
+        score = float(scores[place])
         yield TestedClip(
             client,
             names[int(numbers[place])],
