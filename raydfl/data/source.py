@@ -45,7 +45,7 @@ class Source:
             return list_isolated(self.open, f"data set {self.name}")
         return self.open().manifest()
 
-    def read(self, method: Literal["read", "image"], rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    def read_clips(self, method: Literal["read", "image"], rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield the sound or image of each clip, or its error, from a helper process. A user's own method runs in this one.
 
         Args:

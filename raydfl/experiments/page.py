@@ -126,7 +126,12 @@ def _group_contestants(results: StudyResults, inner: int) -> list[list[Contestan
 
 def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
     """Make the title of a figure with the common labels of its contestants."""
-    return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
+    return ", ".join(filter(None, (title, _name_group(cells, inner))))
+
+
+def _name_group(cells: Sequence[Contestant], inner: int) -> str:
+    """Join the common labels of a figure's contestants, on all axes but the last ``inner`` axes."""
+    return ", ".join(cells[0].labels[: len(cells[0].labels) - inner])
 
 
 def draw_curves(results: StudyResults, metric: int = 0) -> Plot | None:
@@ -157,7 +162,7 @@ def _stack(groups: Sequence[tuple[Sequence[Contestant], Plot | None]], inner: in
     titles, plots = [], []
     for cells, part in groups:
         if part:
-            titles.append(", ".join(cells[0].labels[: len(cells[0].labels) - inner]))
+            titles.append(_name_group(cells, inner))
             plots.append(part)
     if not plots:
         return None

@@ -149,7 +149,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The scores in one line."""
+        """Scores, joined in a line."""
         if not self.scores:
             return "no score was measured"
         return " | ".join(qualify(find_part(score.metric), ": ", str(score)) for score in self.scores)

@@ -385,14 +385,16 @@ def test_long_lists_of_unreadable_clips_are_shortened(tmp_path: Path) -> None:
         prepare_folder(root, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("trim_db", [None, 40.0])
 def test_too_little_disk_space_is_reported_before_the_computation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trim_db: float | None
 ) -> None:
     monkeypatch.setattr(cache_module, "free_bytes", lambda folder: 1000)
     source = Source(f"{SETS}:Made", {"seconds": 0.5})
     executor = CountingExecutor()
     with pytest.raises(ResourcesError, match=r"need about 783,360") as caught:
-        prepare(source, Made(seconds=0.5).manifest(), SETTINGS, cache=tmp_path / "cache", run_chunks=executor)
+        settings = SETTINGS.model_copy(update={"trim_db": trim_db})
+        prepare(source, Made(seconds=0.5).manifest(), settings, cache=tmp_path / "cache", run_chunks=executor)
     assert str(tmp_path / "cache") in str(caught.value)
     assert executor.chunks == 0
     assert 120 * 51 * 16 * (4 + 4) == 783_360  # clips x frames x bands x (chunks and store)

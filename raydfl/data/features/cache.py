@@ -237,12 +237,13 @@ def prepare(
 
 def _estimate_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
     """Estimate the disk space of chunks and store together. Clips of unknown length, or with an unknown time step, count 0."""
+    step = features.hop / features.sample_rate if isinstance(features, FeatureSettings) else features.frame_seconds
     seconds = np.nan_to_num(manifest.column("seconds").to_numpy())
     if features.frames is not None:
         frames = features.frames * len(seconds)
-    elif features.frame_seconds is not None:
+    elif step is not None:
         most = getattr(features, "seconds", None)  # images have no length
-        frames = int((np.floor(np.minimum(seconds, most or np.inf) / features.frame_seconds) + 1).sum())
+        frames = int((np.floor(np.minimum(seconds, most or np.inf) / step) + 1).sum())
     else:
         frames = 0
     return frames * features.bands * (4 + np.dtype(features.dtype).itemsize)

@@ -112,9 +112,9 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
     if isinstance(settings, FileFeatures):
         contents, compute = _read_features(chunk, settings), lambda _, matrix: matrix
     elif isinstance(settings, ImageFeatures):
-        contents, compute = chunk.source.read("image", chunk.rows), lambda _, image: settings.to_rows(image)
+        contents, compute = chunk.source.read_clips("image", chunk.rows), lambda _, image: settings.to_rows(image)
     else:
-        contents, compute = chunk.source.read("read", chunk.rows), _make_extractor(chunk, settings)
+        contents, compute = chunk.source.read_clips("read", chunk.rows), _make_extractor(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}

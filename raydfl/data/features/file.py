@@ -98,7 +98,11 @@ def _read_bands(path: Path) -> int:
 
 
 def needs_waves(what: str) -> ConfigError:
-    """Return the error for an option that alters recordings, such as "attack 'backdoor'", for features without recordings."""
+    """Return the error for an option that alters recordings, if the features have no recordings.
+
+    Args:
+        what: The option, such as "attack 'backdoor'".
+    """
     return ConfigError(
         f"{what} alters recordings, but data.features of the kinds file and image have none. Choose the kind logmel, or the kind "
         "model with the features' network."

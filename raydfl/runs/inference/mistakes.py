@@ -56,8 +56,8 @@ class PredictedClip:
     label: str
     predicted: str
     probability: float
-    """Probability of the predicted class. For a transcript the geometric mean over its tokens, for events the mean probability of
-    the decisions at all tokens, for a trial the cosine of both embeddings."""
+    """Probability of the predicted class. Transcript: geometric mean over its tokens. Events: mean probability of the decisions at
+    all tokens. Trial: cosine of both embeddings."""
     recording: str = ""
     """File in the folder ``mistakes``. Empty: not kept."""
 
@@ -123,7 +123,7 @@ def _predict(
     listed = manifest.take(numbers[order].ravel()).to_pylist()
     rows = [listed[start : start + each] for start in range(0, len(listed), each)]
     wrong = min(_RECORDINGS, int(np.count_nonzero(errors))) if isinstance(data.features, WaveFeatures) else 0
-    sounds = iter(data.source.read("read", [clip for clips in rows[:wrong] for clip in clips]))
+    sounds = iter(data.source.read_clips("read", [clip for clips in rows[:wrong] for clip in clips]))
     for rank, (place, clips) in enumerate(zip(order.tolist(), rows, strict=True)):
         name = " and ".join(f"{part}:{clip['clip']}" if part else clip["clip"] for clip in clips)
         heard = [next(sounds) for _ in clips] if rank < wrong else []

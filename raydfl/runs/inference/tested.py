@@ -115,7 +115,7 @@ def _score_clips(run: _Run, model: str | None, threshold: Threshold | None) -> I
 def _apply_model(
     model: RunModel, test: Examples, names: Sequence[str], client: str, threshold: Threshold | None
 ) -> Iterator[TestedClip]:
-    """Yield the scored clips of one test set, the highest score first."""
+    """Yield the clips of a test set with their scores, in falling order of the scores."""
     limit = model.threshold if threshold is None else threshold
     numbers, answers = answer_clips(model, test)
     scores, first = answers[:, 0], np.unique(test.clips, return_index=True)[1]

@@ -72,7 +72,7 @@ LOSS_PROGRESS = 0.02
 LOSS_RISE = 0.1
 """Smallest relative rise of a loss."""
 LOSS_LEAST = 0.05
-"""Smallest relevant rise of a cross-entropy, relative to that of guessing. One clip may raise a loss near 0 by 10 %."""
+"""Smallest relevant rise of a cross-entropy, as a fraction of the loss of guessing. Near 0, a single clip may raise it by 10 %."""
 GUESSING = 2.0
 """Largest plausible loss of an untrained model, relative to the loss of guessing ``ln(classes)``."""
 EMPTY = 0.9
