@@ -392,8 +392,8 @@ def test_too_little_disk_space_is_reported_before_the_computation(
     monkeypatch.setattr(cache_module, "free_bytes", lambda folder: 1000)
     source = Source(f"{SETS}:Made", {"seconds": 0.5})
     executor = CountingExecutor()
+    settings = SETTINGS.model_copy(update={"trim_db": trim_db})
     with pytest.raises(ResourcesError, match=r"need about 783,360") as caught:
-        settings = SETTINGS.model_copy(update={"trim_db": trim_db})
         prepare(source, Made(seconds=0.5).manifest(), settings, cache=tmp_path / "cache", run_chunks=executor)
     assert str(tmp_path / "cache") in str(caught.value)
     assert executor.chunks == 0
