@@ -203,6 +203,7 @@ def test_a_simulation_has_the_noise_and_the_epsilon_of_the_stated_clients(tiny: 
 def test_clients_rest_between_two_rounds(tiny: Tiny, draw: str) -> None:
     config = tiny(
         *NOISY,
+        SEED,  # a secret key draws other clients in each run
         "privacy.metrics=outside",
         f"train.clients={{draw: {draw}, rest: 3}}",
         "train.cohort=1",
