@@ -37,6 +37,7 @@ from raydfl.experiments.page import draw_by_bytes, draw_curves
 from raydfl.experiments.protocol import LABELS
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
+from raydfl.experiments.statistics import get_kind
 from raydfl.experiments.study import Study
 from raydfl.experiments.tables import format_markdown, make_controls_table
 from raydfl.runs.report import Plot
@@ -49,7 +50,7 @@ _COLUMNS = 100
 """Characters in a line of a code block on the site."""
 _MAIN_NOTES = re.compile(
     r"^Smallest difference|^Tuning: |^Did not learn, so not ranked|^Undecided|[Uu]nfinished|^No held-out|^Best at an end"
-    r"|^Not tuned, |different commits|^Settings are not tuned| minus "
+    r"|^Not tuned, |different commits|^Settings are not tuned|^Other conclusions| minus "
 )
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
@@ -144,7 +145,7 @@ def format_list() -> str:
 
 def format_conclusions() -> str:
     """Format the conclusions of all confirmatory studies: a line for each contestant that trained and finished."""
-    lines = []
+    lines, opposite = [], 0
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
             continue
@@ -153,28 +154,27 @@ def format_conclusions() -> str:
         except ConfigError:  # The tuning is unfinished.
             continue
         settings = results.study.settings
+        changed = {last.labels: last for last in results.changed}
         for contestant in results.contestants:
             trained = LABELS["untrained"] not in contestant.labels and contestant.conclusion != "unfinished"
             if settings.confirmatory and contestant.difference and trained:
                 control = ", ".join(settings.control.get(axis, "") for axis in results.study.axes).strip(", ")
                 labels, unit = ", ".join(contestant.labels), contestant.metrics[0].title
                 link = f"[{path.stem}](../benchmarks/studies/{path.name})"
-                lines.append(
-                    [
-                        f"{labels} minus {control}",
-                        str(contestant.difference),
-                        contestant.conclusion,
-                        unit,
-                        contestant.n,
-                        link,
-                    ]
-                )
+                line = [f"{labels} minus {control}", str(contestant.difference), contestant.conclusion]
+                last = changed.get(contestant.labels)
+                other = f"{last.difference}, {get_kind(last.conclusion)}" if last else ""
+                opposite += {"better", "worse"} <= {*f"{get_kind(contestant.conclusion)} {other}".split()}
+                lines.append([*line, other, unit, contestant.n, link])
     studies = len({line[-1] for line in lines})
-    kinds = Counter(re.split(r" \(|,", line[2])[0] for line in lines)
+    kinds = Counter(get_kind(line[2]) for line in lines)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    table = format_markdown((["comparison", "difference", "conclusion", "score", "n", "study"], lines))
+    headings = ["comparison", "difference", "conclusion", "in the last evaluation, if different", "score", "n", "study"]
+    changes = sum(bool(line[3]) for line in lines)
+    table = format_markdown((headings, lines))
     return (
-        f"{len(lines)} comparisons in {studies} studies: {counts}. Holm's correction holds within a study.\n\n{table}\n"
+        f"{len(lines)} comparisons in {studies} studies: {counts}. Holm's correction holds within a study. In the last "
+        f"evaluation alone, {changes} conclusions differ, {opposite or 'none'} of them from better to worse or back.\n\n{table}\n"
     )
 
 

@@ -17,7 +17,7 @@ from raydfl.experiments.contestants import SUMMARIES, Contestant, read_contestan
 from raydfl.experiments.protocol import is_untrained
 from raydfl.experiments.records import RunResult
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.statistics import Difference
+from raydfl.experiments.statistics import Difference, get_kind
 from raydfl.experiments.study import Study, Trial
 
 FEWEST = 8
@@ -111,6 +111,24 @@ class StudyResults:
             for part in measured
             if not is_untrained(part.labels) and part.find_held_out_curve(self.study) is not None
         }
+
+    @cached_property
+    def by_last_evaluation(self) -> dict[tuple[str, ...], Contestant]:
+        """Contestants by labels, with the differences and conclusions of their last evaluations."""
+        settings = self.study.settings.model_copy(update={"summary": "last"})
+        study = replace(self.study, settings=settings)
+        others = {(contestant.labels, contestant.draw): contestant for contestant in self.contestants}
+        compared = [compare(study, contestant, others) for contestant in self.contestants]
+        return {contestant.labels: contestant for contestant in conclude(study, compared)}
+
+    @property
+    def changed(self) -> list[Contestant]:
+        """Contestants, with the differences of their last evaluations, whose conclusion differs from that of the mean."""
+        if self.summary != "tail":
+            return []
+        trained = (part for part in self.contestants if part.difference and not is_untrained(part.labels))
+        pairs = [(part, self.by_last_evaluation[part.labels]) for part in trained]
+        return [last for part, last in pairs if get_kind(part.conclusion) != get_kind(last.conclusion)]
 
     @cached_property
     def importance(self) -> dict[str, float]:

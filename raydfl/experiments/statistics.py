@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -159,3 +160,8 @@ def describe_difference(
     if significant or difference.excludes_zero:
         return "perhaps " * (not significant) + ("better" if sign * difference.mean > 0 else "worse") + below
     return "no difference seen" + below
+
+
+def get_kind(conclusion: str) -> str:
+    """Return a conclusion without its remarks: ``better`` for ``better (not tuned)``."""
+    return re.split(r" \(|,", conclusion)[0]

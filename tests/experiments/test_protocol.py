@@ -366,6 +366,26 @@ def test_differences_with_a_large_spread_are_undecided(grid: StudyFile) -> None:
     assert [note.rpartition(": ")[2] for note in notes if note.startswith("Undecided")] == ["clean, FedProx (5.5)."]
 
 
+def test_notes_name_the_conclusions_that_the_last_evaluation_changes(grid: StudyFile) -> None:
+    """FedAvg scores 50 + seed. FedProx scores 40 + seed, in the last of 12 evaluations 60 + seed.
+
+    Its mean of the last ten is (9 x 40 + 60) / 10 = 42: 8 below FedAvg, but in the last evaluation 10 above it.
+    """
+    study = load_study(grid(**PROTOCOL | {"results": "results"}))
+    for trial in study.trials:
+        seed, slow = trial.config.run.seed / 100, trial.labels == ("clean", "FedProx")
+        values = [0.4 + seed if slow else 0.5 + seed] * (ROUNDS - 1) + [0.6 + seed if slow else 0.5 + seed]
+        write_run_folder(trial, {"test model/accuracy": values, "validation model/accuracy": values})
+    results = read_results(study)
+    conclusions = {contestant.name: contestant.conclusion for contestant in results.contestants}
+    assert conclusions["clean, FedProx"] == "worse"
+    (last,) = results.changed
+    assert last.difference is not None
+    assert (last.name, last.conclusion, round(last.difference.mean, 6)) == ("clean, FedProx", "better", 10)
+    (note,) = [note for note in describe_results(results) if note.startswith("Other conclusions in the last")]
+    assert note.endswith(": clean, FedProx +10.00 [+10.00, +10.00], better.")
+
+
 @pytest.mark.slow
 def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
     for trial in finished_study.trials:
