@@ -19,6 +19,7 @@ The values by seed are in benchmarks/results/NAME.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import math
@@ -57,8 +58,9 @@ _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of c
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
 
 
+@functools.cache
 def read_results(study_file: str) -> StudyResults:
-    """Read the results of a study from its JSON files."""
+    """Read the results of a study from its JSON files. Pages share them."""
     study = load_study(ROOT / study_file)
     return collect(study, StudyState(study))
 
@@ -125,10 +127,8 @@ def format_list() -> str:
         if "question:" not in path.read_text(encoding="utf-8"):
             continue  # a base configuration, or a search
         try:
-            study = load_study(path)
-            found = [
-                result for contestant in collect(study, StudyState(study)).contestants for result in contestant.results
-            ]
+            known = read_results(f"benchmarks/studies/{path.name}")
+            study, found = known.study, [result for part in known.contestants for result in part.results]
         except ConfigError:  # The tuning is unfinished.
             study, found = load_study(path, ["tuned=null"]), []
         if len(found) == len(study.trials):
