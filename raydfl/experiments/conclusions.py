@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.protocol import is_untrained
-from raydfl.experiments.statistics import Difference, describe_difference, find_significant
+from raydfl.experiments.statistics import Difference, Key, describe_difference, find_significant
 from raydfl.experiments.study import Study
 
 
@@ -52,17 +52,12 @@ def compare(
 def conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Add conclusions to the contestants of a confirmatory study."""
     by_labels = {contestant.labels: contestant for contestant in contestants}
-    significant = find_significant(_compute_p_values(contestants), study.comparisons)
+    significant = find_significant(_compute_p_values(by_labels.items()), study.comparisons)
     concluded = []
     for contestant in contestants:
         control = by_labels.get(study.find_control(contestant.labels), contestant)
         conclusion = _describe_conclusion(
-            study,
-            contestant,
-            control,
-            contestant.difference,
-            contestant.labels in significant,
-            study.comparisons,
+            study, contestant, control, contestant.labels in significant, study.comparisons
         )
         concluded.append(replace(contestant, conclusion=conclusion))
     return concluded
@@ -76,7 +71,7 @@ def compare_pairs(study: Study, contestants: Mapping[tuple[str, ...], Contestant
     """
     pairs, summary = study.list_pairs(), study.settings.summarised
     comparisons = study.comparisons + len(pairs)
-    found: dict[str, tuple[Contestant, Contestant, Difference]] = {}
+    found: dict[str, tuple[Contestant, Contestant]] = {}
     for labels in pairs:
         if all(label in contestants for label in labels):
             first, second = (contestants[label] for label in labels)
@@ -85,15 +80,13 @@ def compare_pairs(study: Study, contestants: Mapping[tuple[str, ...], Contestant
                 common = [a for a, b in zip(*labels, strict=True) if a == b]
                 names = [", ".join(text for text in label if text not in common) for label in labels]
                 where = f" ({', '.join(common)})" if common else ""
-                found[f"{names[0]} minus {names[1]}{where}"] = first, second, difference
-    p_values = _compute_p_values(contestants.values())
-    p_values |= {
-        name: difference.p_value for name, (first, _, difference) in found.items() if _is_complete(first, difference)
-    }
+                found[f"{names[0]} minus {names[1]}{where}"] = replace(first, difference=difference), second
+    p_values = _compute_p_values([*contestants.items(), *((name, first) for name, (first, _) in found.items())])
     significant = find_significant(p_values, comparisons)
     return {
-        name: (difference, _describe_conclusion(study, first, second, difference, name in significant, comparisons))
-        for name, (first, second, difference) in found.items()
+        name: (first.difference, _describe_conclusion(study, first, second, name in significant, comparisons))
+        for name, (first, second) in found.items()
+        if first.difference is not None
     }
 
 
@@ -122,35 +115,26 @@ def mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contestan
     return [replace(contestant, best=id(contestant) in best) for contestant in contestants]
 
 
-def _compute_p_values(contestants: Iterable[Contestant]) -> dict[str | tuple[str, ...], float]:
-    """Compute the p-values of all differences from the control with the planned number of repeats."""
+def _compute_p_values(contestants: Iterable[tuple[Key, Contestant]]) -> dict[Key, float]:
+    """Compute the p-values of all differences with the planned number of repeats. A decision before would favour chance."""
     return {
-        contestant.labels: contestant.difference.p_value
-        for contestant in contestants
-        if contestant.difference is not None and _is_complete(contestant, contestant.difference)
+        key: contestant.difference.p_value
+        for key, contestant in contestants
+        if contestant.difference is not None and contestant.difference.n == len(contestant.trials)
     }
 
 
-def _is_complete(contestant: Contestant, difference: Difference) -> bool:
-    """Return whether a difference has the planned number of repeats. A decision before would favour chance results."""
-    return difference.n == len(contestant.trials)
-
-
 def _describe_conclusion(
-    study: Study,
-    contestant: Contestant,
-    control: Contestant,
-    difference: Difference | None,
-    significant: bool,
-    comparisons: int,
+    study: Study, contestant: Contestant, control: Contestant, significant: bool, comparisons: int
 ) -> str:
-    """Describe the conclusion from a difference between two contestants, or the reason for a missing conclusion.
+    """Describe the conclusion from a contestant's difference, or the reason for a missing conclusion.
 
     Exploratory studies have no conclusions.
     """
+    difference = contestant.difference
     if not study.settings.confirmatory:
         return ""
-    if difference is not None and not _is_complete(contestant, difference):
+    if difference is not None and difference.n < len(contestant.trials):
         return "unfinished"
     if not contestant.learned:
         return "did not learn"
