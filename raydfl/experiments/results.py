@@ -113,22 +113,19 @@ class StudyResults:
         }
 
     @cached_property
-    def by_last_evaluation(self) -> dict[tuple[str, ...], Contestant]:
-        """Contestants by labels, with the differences and conclusions of their last evaluations."""
-        settings = self.study.settings.model_copy(update={"summary": "last"})
-        study = replace(self.study, settings=settings)
-        others = {(contestant.labels, contestant.draw): contestant for contestant in self.contestants}
-        compared = [compare(study, contestant, others) for contestant in self.contestants]
-        return {contestant.labels: contestant for contestant in conclude(study, compared)}
-
-    @property
     def changed(self) -> list[Contestant]:
-        """Contestants, with the differences of their last evaluations, whose conclusion differs from that of the mean."""
+        """Contestants with the differences of their last evaluations, if these lead to other conclusions than the mean."""
         if self.summary != "tail":
             return []
-        trained = (part for part in self.contestants if part.difference and not is_untrained(part.labels))
-        pairs = [(part, self.by_last_evaluation[part.labels]) for part in trained]
-        return [last for part, last in pairs if get_kind(part.conclusion) != get_kind(last.conclusion)]
+        study = replace(self.study, settings=self.study.settings.model_copy(update={"summary": "last"}))
+        others = {(part.labels, part.draw): part for part in self.contestants}
+        last = conclude(study, [compare(study, part, others) for part in self.contestants])
+        return [
+            new
+            for part, new in zip(self.contestants, last, strict=True)
+            if part.difference is not None and not is_untrained(part.labels)
+            if get_kind(part.conclusion) != get_kind(new.conclusion)
+        ]
 
     @cached_property
     def importance(self) -> dict[str, float]:
