@@ -136,7 +136,7 @@ def _describe_pairs(results: StudyResults) -> Iterator[str]:
 
 
 def _describe_last_evaluations(results: StudyResults) -> Iterator[str]:
-    """List other conclusions of the last evaluation alone. The mean of several favours fast methods if they still improve."""
+    """List conclusions changed by the last evaluation alone. A mean favours fast methods while scores still improve."""
     changed = [f"{part.name} {part.difference}, {get_kind(part.conclusion)}" for part in results.changed]
     if changed:
         yield f"Other conclusions in the last evaluation: {'; '.join(changed)}."

@@ -114,7 +114,7 @@ class StudyResults:
 
     @cached_property
     def changed(self) -> list[Contestant]:
-        """Contestants with the differences of their last evaluations, if these lead to other conclusions than the mean."""
+        """Contestants with the differences of their last evaluations, if the conclusion changes."""
         if self.summary != "tail":
             return []
         study = replace(self.study, settings=self.study.settings.model_copy(update={"summary": "last"}))
