@@ -113,7 +113,7 @@ def describe_protocol(results: StudyResults) -> list[str]:
 
 
 def _describe_undecided(results: StudyResults) -> Iterator[str]:
-    """List comparisons without a conclusion whose differences spread too much for their number of repeats."""
+    """List undecided comparisons: the differences spread too much for the number of repeats."""
     smallest, count = results.study.settings.difference or 0.0, results.study.comparisons
     trained = (part for part in results.contestants if part.learned and not is_untrained(part.labels))
     found = {part.name: part.difference for part in trained if part.difference is not None}

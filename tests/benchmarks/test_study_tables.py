@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import study_tables
@@ -53,6 +54,30 @@ def test_the_range_of_a_repetition_is_students_interval_of_the_mean() -> None:
     expected = stats.t.interval(0.95, 4, loc=sum(values) / 5, scale=stats.sem(values))
     assert Spread({str(at): value for at, value in enumerate(values)}).interval == pytest.approx(expected)
     assert not any(bound == bound for bound in Spread({"1": 2.0}).interval)
+
+
+def test_the_list_of_comparisons_counts_other_conclusions_of_the_last_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: B turns from worse to better, C loses its difference, and D stays better."""
+    (tmp_path / "a.yaml").write_text("question: which?")
+    metrics = [SimpleNamespace(title="accuracy")]
+
+    def make(label: str, difference: str, conclusion: str) -> SimpleNamespace:
+        return SimpleNamespace(labels=(label,), difference=difference, conclusion=conclusion, metrics=metrics, n="5")
+
+    results = SimpleNamespace(
+        study=SimpleNamespace(settings=SimpleNamespace(confirmatory=True, control={"method": "A"}), axes=("method",)),
+        contestants=[make("B", "-2", "worse"), make("C", "+1", "better (not tuned)"), make("D", "+4", "better")],
+        changed=[make("B", "+3", "perhaps better"), make("C", "+0", "no difference seen")],
+    )
+    monkeypatch.setattr(study_tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(study_tables, "read_results", lambda file: results)
+    text = study_tables.format_conclusions()
+    assert "3 comparisons in 1 studies: 2 better, 1 worse." in text
+    assert "2 conclusions differ, 1 of them from better to worse or back." in text
+    assert "| B minus A | -2 | worse | +3, perhaps better | accuracy | 5 |" in text
+    assert "| D minus A | +4 | better |  | accuracy | 5 |" in text
 
 
 @pytest.mark.parametrize("name", PAGES)
