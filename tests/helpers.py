@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,9 +76,10 @@ def _known(config: Config) -> tuple[Path, dict[str, bytes]]:
     del values["run"]["dir"], values["data"]["cache"]
     key = json.dumps(values, sort_keys=True)
     if key not in _KNOWN:
-        name = f"known-{len(_KNOWN)}"
-        found = train_federation(config.model_copy(update={"run": config.run.model_copy(update={"name": name})}))
-        _KNOWN[key] = Path(config.run.dir) / name, found
+        folder = Path(tempfile.mkdtemp(prefix="raydfl-known-"))  # Pytest removes the folders of passed tests.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        run = config.run.model_copy(update={"dir": str(folder), "name": "known"})
+        _KNOWN[key] = folder / run.name, train_federation(config.model_copy(update={"run": run}))
     return _KNOWN[key]
 
 
