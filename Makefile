@@ -43,7 +43,7 @@ run: $(FOR_RUNS)
 	@echo 'open the comparison:  $(QUICKSTART).html   (each run has its own page beside its files: report.html)'
 	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(abspath $(RUNS))/mlflow.db'
 
-# In memory, where there is room for a gigabyte: the tests write many small files.
+# The tests write many small files, which some disks delete slowly: where memory has room for a gigabyte, they write there.
 test: IN_MEMORY = $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 1000000 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 # Without bytecode on the disk each process would compile raydfl, and each worker all tests, anew: 5 s of its time.
 test: $(INSTALLED)

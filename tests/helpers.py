@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +57,7 @@ def finish_in(run_dir: Path, config: Config) -> dict[str, bytes]:
 
 
 _KNOWN: dict[str, tuple[Path, dict[str, bytes]]] = {}
+_RUNS = tempfile.TemporaryDirectory(prefix="raydfl-known-")  # Pytest removes the folders of passed tests.
 
 
 def known(config: Config) -> dict[str, bytes]:
@@ -76,10 +75,8 @@ def _known(config: Config) -> tuple[Path, dict[str, bytes]]:
     del values["run"]["dir"], values["data"]["cache"]
     key = json.dumps(values, sort_keys=True)
     if key not in _KNOWN:
-        folder = Path(tempfile.mkdtemp(prefix="raydfl-known-"))  # Pytest removes the folders of passed tests.
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        run = config.run.model_copy(update={"dir": str(folder), "name": "known"})
-        _KNOWN[key] = folder / run.name, train_federation(config.model_copy(update={"run": run}))
+        run = config.run.model_copy(update={"dir": _RUNS.name, "name": f"known-{len(_KNOWN)}"})
+        _KNOWN[key] = Path(run.dir) / run.name, train_federation(config.model_copy(update={"run": run}))
     return _KNOWN[key]
 
 
