@@ -72,7 +72,7 @@ def test_a_stopped_job_resumes_to_the_same_bits(tiny: Tiny, head: Head, package:
     stopped = read_rounds(kept / "job")
     assert 3 <= stopped < 30
     ends = [(event["status"], event["next_step"]) for event in events if event["event"] == "finish"]
-    assert ends == [("stopped", f"raydfl resume file://{kept}/job")], log
+    assert ends == [("stopped", f"raydfl resume file://{kept}/job ray.address=auto")], log
     # Stopping commits the current round, whatever commit_every is.
     assert [event["round"] for event in events if event["event"] == "round"] == list(range(1, stopped + 1))
     shutil.rmtree(tmp_path / "cache")
