@@ -83,6 +83,7 @@ def join_states(states: Mapping[str, State], wider: State, common: bool = False)
     joined: dict[str, dict[str, Tensor]] = {}
     for part, state in states.items():
         for key, tensors in state.tensors.items():
+            shared = joined.setdefault(key, {})  # stays empty if each client keeps the whole model
             for name, tensor in tensors.items():
                 shapes = {other.tensors[key][name].shape for other in states.values() if _has(other, key, name)}
                 depends = (
@@ -91,7 +92,7 @@ def join_states(states: Mapping[str, State], wider: State, common: bool = False)
                     and wider.tensors[key][name].shape != first.tensors[key][name].shape
                 )
                 full = own_name(name, part) if depends or len(shapes) > 1 else name
-                joined.setdefault(key, {}).setdefault(full, tensor)
+                shared.setdefault(full, tensor)
     own = {own_name(name, part): value for part, state in states.items() for name, value in state.extra.items()}
     return dataclasses.replace(first, tensors=joined, extra={**wider.extra, **own})
 

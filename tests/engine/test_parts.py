@@ -149,6 +149,21 @@ def test_scaffolds_control_averages_the_clients_with_the_tensor(tiny: Tiny) -> N
     assert heads == 4
 
 
+def test_clients_that_share_nothing_train_alone(tiny: Tiny) -> None:
+    """After one round, the mean of the personal models, weighted by examples, is FedAvg's model."""
+    one = (PARTS, "train.cohort=1.0", "train.rounds=1", "evaluate.clients=all")
+    folder = run(tiny(*one, "method=local")).run_dir
+    assert final_state(folder).tensors == {"global": {}}
+    population, stored = Population.load(folder / "population"), read_tensors(folder)
+    average = final_state(run(tiny(*one, "run.name=average")).run_dir).tensors["global"]
+    for name, tensor in average.items():
+        plain, _, part = name.partition("@")
+        clients = [i for i in range(len(population)) if part in ("", population.part_of(i))]
+        models = [np.frombuffer(stored[f"client {i} model:{plain}"], np.float32) for i in clients]
+        mean = np.average(models, axis=0, weights=[population.num_examples(i) for i in clients])
+        assert tensor.flatten().numpy() == pytest.approx(mean, abs=1e-6), name
+
+
 def test_parts_with_the_same_classes_have_separate_heads(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
     names = final_state(run(config).run_dir).tensors["global"]
