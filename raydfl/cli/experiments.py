@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raydfl.core.errors import printable
 from raydfl.core.files import display_path
 from raydfl.experiments import (
     Study,
@@ -66,7 +68,7 @@ def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:
     _report(progress, [f"failed: {name}: {reason}" for name, reason in results.failed.items()], "failed")
     if results.failed:
         logs = display_path(study.folder / "logs")
-        progress.message(f"The tracebacks of failures are in {logs}. Run the same command to retry these runs.")
+        _show_problem(progress, f"The tracebacks of failures are in {logs}. Run the same command to retry these runs.")
     worthless = [f"worthless: {row['run']}: {row['problems']}" for row in results.runs if row.get("worthless")]
     _report(progress, worthless, "are worthless")
     if results.open:
@@ -101,6 +103,14 @@ def _print(console: Console, results: StudyResults) -> None:
 
 def _report(progress: Progress, messages: Sequence[str], what: str) -> None:
     for message in messages[:_MOST_NAMED]:
-        progress.message(message)
+        _show_problem(progress, message)
     if len(messages) > _MOST_NAMED:
-        progress.message(f"and {len(messages) - _MOST_NAMED} more {what}")
+        _show_problem(progress, f"and {len(messages) - _MOST_NAMED} more {what}")
+
+
+def _show_problem(progress: Progress, text: str) -> None:
+    """Show a message. Quiet mode prints it to the error stream."""
+    if progress.mode == "quiet":
+        print(printable(text), file=sys.stderr)  # noqa: T201
+    else:
+        progress.message(text)

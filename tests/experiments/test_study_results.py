@@ -440,6 +440,14 @@ def _collect_search(file: Path, losses: list[tuple[float, str, int]]) -> StudyRe
     return collect_with(study, StudyState.read(study))
 
 
+def test_a_quiet_study_prints_its_failures(search_file: StudyFile, raydfl: Raydfl) -> None:
+    file = search_file(samples=6)
+    _collect_search(file, LOSSES)
+    output = raydfl("study", file, "--table", "--quiet")
+    assert output.out == ""
+    assert output.err.splitlines()[0] == "failed: trial-003: it broke"
+
+
 def test_the_best_draw_is_chosen_among_complete_trials(search_file: StudyFile, tmp_path: Path) -> None:
     results = _collect_search(search_file(samples=6), LOSSES)
     assert [contestant.draw for contestant in results.contestants] == [f"trial-00{n}" for n in (2, 0, 3, 1, 4, 5)]
