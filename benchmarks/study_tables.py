@@ -50,8 +50,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 _COLUMNS = 100
 """Characters in a line of a code block on the site."""
 _MAIN_NOTES = re.compile(
-    r"^Smallest difference|^Tuning: |^Did not learn, so not ranked|^Undecided|[Uu]nfinished|^No held-out|^Best at an end"
-    r"|^Not tuned, |different commits|^Settings are not tuned|^Other conclusions| minus "
+    r"^Exploratory: |^Smallest difference|^Tuning: |^Did not learn, so not ranked|^Undecided|[Uu]nfinished|^No held-out"
+    r"|^Best at an end|^Not tuned, |different commits|^Settings are not tuned|^Other conclusions| minus "
 )
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
