@@ -20,7 +20,7 @@ from raydfl.engine.storage.store import as_stored
 
 
 def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
-    """Create the method's initial state, joined over the parts.
+    """Create the initial state of the method. With several parts it is joined from their states.
 
     Args:
         config: Configuration of the run.
@@ -29,7 +29,7 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
 
     Raises:
         ClientError: The method's code failed.
-        ConfigError: The state has no tensors, or none that fit the rule.
+        ConfigError: The state has no keys, or no tensors that fit the rule.
     """
     states = {part: _init(config, clients.of_part(part), [m for _, m in built]) for part, built in variants.items()}
     if "" in states:
@@ -38,8 +38,8 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
         state = join_states(states, _init_wider(config, clients, variants), config.data.heads == "common")
     if not state.tensors:
         raise ConfigError(
-            f"method {config.method['name']!r} has no shared tensors, because its shared() keeps everything private. Share some "
-            f"tensors"
+            f"method {config.method['name']!r}: init() returned a state without keys. Return at least one, such as "
+            f'{{"global": tensors}}; its tensors may be empty if clients share nothing'
         )
     config.components.rule.check(state.tensors)
     return as_stored(state)
@@ -64,7 +64,7 @@ def _init_wider(config: Config, clients: Clients, variants: Mapping[str, Variant
 
 
 def join_states(states: Mapping[str, State], wider: State, common: bool = False) -> State:
-    """Join the states of parts. Parts share a tensor unless its shape depends on their classes or features.
+    """Join the states of parts. A tensor is shared unless its shape depends on the classes or features of a part.
 
     Args:
         states: Result of ``Method.init`` for each part, with plain names. Shared tensors are copied from the first part.

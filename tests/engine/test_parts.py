@@ -164,6 +164,13 @@ def test_clients_that_share_nothing_train_alone(tiny: Tiny) -> None:
         assert tensor.flatten().numpy() == pytest.approx(mean, abs=1e-6), name
 
 
+@pytest.mark.parametrize("parts", [(), (PARTS,)])
+def test_a_state_without_keys_is_rejected(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]) -> None:
+    monkeypatch.setattr(Method, "init", lambda *_: State(0, {}))
+    with pytest.raises(ConfigError, match="'fedavg': init\\(\\) returned a state without keys. Return at least one"):
+        run(tiny(*parts))
+
+
 def test_parts_with_the_same_classes_have_separate_heads(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
     names = final_state(run(config).run_dir).tensors["global"]
