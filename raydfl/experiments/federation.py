@@ -223,7 +223,9 @@ class _Federation(tune.Trainable):
         if not self._is_stopped():
             outcome = yield from self._train(after)
         if outcome is not None and outcome.finished:
-            yield self._make_result(outcome.round, read_scores(order.folder, outcome.round - 1)[outcome.round], outcome)
+            scores = read_scores(order.folder, outcome.round - 1).get(outcome.round, {})
+            self._check_measured(outcome.round, scores)
+            yield self._make_result(outcome.round, scores, outcome)
             return
         while True:  # Ray Tune may call step() again before it ends the trial.
             yield {**self._last, STATUS: "interrupted", SHOULD_CHECKPOINT: False, DONE: False}
@@ -239,6 +241,8 @@ class _Federation(tune.Trainable):
                 report = self._trained
                 more = report.round < config.train.rounds and not report.stopped
                 evaluated = report.round % config.evaluate.interval == 0 and report.round > after
+                if evaluated:
+                    self._check_measured(report.round, report.scores)
                 if self._order.judged and evaluated and more:
                     virtual = {} if report.virtual_seconds is None else {VIRTUAL: report.virtual_seconds}
                     yield self._make_result(report.round, report.scores | virtual)
@@ -246,6 +250,14 @@ class _Federation(tune.Trainable):
         except StopIteration as end:
             outcome: Result = end.value
             return outcome
+
+    def _check_measured(self, round_index: int, scores: Mapping[str, float]) -> None:
+        """Stop a run of a study that measures nothing. A user's Tuner may judge by the loss of the training alone."""
+        if not scores and self._order.log is not None:
+            raise InputError(
+                f"no score was measured in round {round_index}. Set evaluate.server=true or evaluate.clients=all; a model that "
+                f"clients do not share is measured on the server's test clips if evaluate.client_test_clips is above 0."
+            )
 
     def _make_result(
         self, round_index: int, scores: Mapping[str, float], outcome: Result | None = None

@@ -177,6 +177,19 @@ def test_a_failure_is_reported_and_logged(
     assert "Traceback" in (tmp_path / "logs" / "trial.log").read_text()
 
 
+def test_a_run_without_scores_fails_at_its_first_evaluation(
+    tiny: Callable[..., Config], create_trial: Callable[..., tune.Trainable]
+) -> None:
+    """Models of training alone are not shared, so neither the server nor, without evaluate.clients, a client measures them."""
+    config = tiny("method=local", "evaluate.clients=none", "evaluate.every=2", "train.rounds=4")
+    last = create_trial(config, judged=False, keys=()).train()
+    assert (last["status"], last["done"]) == ("failed", True)
+    assert last["failed"].startswith("no score was measured in round 2. Set evaluate.server=true or evaluate.clients=all")
+    assert count_rounds(_run_folder(config)) == 2
+    config = tiny("method=local", "evaluate.every=2", "train.rounds=4")
+    assert create_trial(config, judged=False, keys=()).train()["status"] == "finished"
+
+
 def test_a_trial_in_a_process_with_other_software_fails(
     tiny: Callable[..., Config], create_trial: Callable[..., tune.Trainable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
