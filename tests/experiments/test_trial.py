@@ -184,7 +184,9 @@ def test_a_run_without_scores_fails_at_its_first_evaluation(
     config = tiny("method=local", "evaluate.clients=none", "evaluate.every=2", "train.rounds=4")
     last = create_trial(config, judged=False, keys=()).train()
     assert (last["status"], last["done"]) == ("failed", True)
-    assert last["failed"].startswith("no score was measured in round 2. Set evaluate.server=true or evaluate.clients=all")
+    assert last["failed"].startswith(
+        "no score was measured in round 2. Set evaluate.server=true or evaluate.clients=all"
+    )
     assert count_rounds(_run_folder(config)) == 2
     config = tiny("method=local", "evaluate.every=2", "train.rounds=4")
     assert create_trial(config, judged=False, keys=()).train()["status"] == "finished"
