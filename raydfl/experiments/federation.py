@@ -224,7 +224,8 @@ class _Federation(tune.Trainable):
             outcome = yield from self._train(after)
         if outcome is not None and outcome.finished:
             scores = read_scores(order.folder, outcome.round - 1).get(outcome.round, {})
-            self._check_measured(outcome.round, scores)
+            if not scores and not read_scores(order.folder, 0):
+                self._reject_unmeasured(outcome.round)
             yield self._make_result(outcome.round, scores, outcome)
             return
         while True:  # Ray Tune may call step() again before it ends the trial.
@@ -241,8 +242,8 @@ class _Federation(tune.Trainable):
                 report = self._trained
                 more = report.round < config.train.rounds and not report.stopped
                 evaluated = report.round % config.evaluate.interval == 0 and report.round > after
-                if evaluated:
-                    self._check_measured(report.round, report.scores)
+                if evaluated and config.evaluate.clients == "none" and not report.scores:
+                    self._reject_unmeasured(report.round)  # Without clients, every evaluation measures the same scores.
                 if self._order.judged and evaluated and more:
                     virtual = {} if report.virtual_seconds is None else {VIRTUAL: report.virtual_seconds}
                     yield self._make_result(report.round, report.scores | virtual)
@@ -251,12 +252,12 @@ class _Federation(tune.Trainable):
             outcome: Result = end.value
             return outcome
 
-    def _check_measured(self, round_index: int, scores: Mapping[str, float]) -> None:
-        """Stop a run of a study that measures nothing. A user's Tuner may judge by the loss of the training alone."""
-        if not scores and self._order.log is not None:
+    def _reject_unmeasured(self, round_index: int) -> None:
+        """Stop a run of a study that has measured nothing. A user's Tuner may judge by the loss of the training alone."""
+        if self._order.log is not None:
             raise InputError(
-                f"no score was measured in round {round_index}. Set evaluate.server=true or evaluate.clients=all; a model that "
-                f"clients do not share is measured on the server's test clips if evaluate.client_test_clips is above 0."
+                f"no score was measured until round {round_index}. Set evaluate.server=true or evaluate.clients=all; a model "
+                f"that clients do not share is measured on the server's test clips if evaluate.client_test_clips is above 0."
             )
 
     def _make_result(

@@ -185,10 +185,14 @@ def test_a_run_without_scores_fails_at_its_first_evaluation(
     last = create_trial(config, judged=False, keys=()).train()
     assert (last["status"], last["done"]) == ("failed", True)
     assert last["failed"].startswith(
-        "no score was measured in round 2. Set evaluate.server=true or evaluate.clients=all"
+        "no score was measured until round 2. Set evaluate.server=true or evaluate.clients=all"
     )
     assert count_rounds(_run_folder(config)) == 2
-    config = tiny("method=local", "evaluate.every=2", "train.rounds=4")
+    nothing = ("data.split.validation=0", "data.split.client_test=null", "evaluate.client_test_clips=0")
+    config = tiny("method=local", "train.rounds=4", "run.name=nothing", *nothing)
+    last = create_trial(config, judged=False, keys=()).train()  # clients without held-out clips
+    assert last["failed"].startswith("no score was measured until round 4.")
+    config = tiny("method=local", "train.rounds=4", "run.name=measured")
     assert create_trial(config, judged=False, keys=()).train()["status"] == "finished"
 
 
