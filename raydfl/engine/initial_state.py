@@ -38,8 +38,8 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
         state = join_states(states, _init_wider(config, clients, variants), config.data.heads == "common")
     if not state.tensors:
         raise ConfigError(
-            f"method {config.method['name']!r}: init() returned a state without keys. Return at least one, such as "
-            f'{{"global": tensors}}; its tensors may be empty if clients share nothing'
+            f"method {config.method['name']!r}: init() returned a state without keys. Return one key or more, such as "
+            f'{{"global": tensors}}. If clients share nothing, return an empty mapping of tensors'
         )
     config.components.rule.check(state.tensors)
     return as_stored(state)

@@ -55,7 +55,7 @@ class TrialOrder:
     judged: bool = True
     """Report each evaluation. False: report only the last evaluation."""
     keys: tuple[tuple[str, ...], ...] = ()
-    """Names in the metrics table whose mean is the score, by preference; empty: the trial has no single score."""
+    """Lists of names in the metrics table, the preferred list first. The score is the mean of a list. Empty: no single score."""
     sign: float = 1.0
     """Factor with which larger scores are better."""
     stop: Path | None = None
@@ -119,7 +119,7 @@ def trainable(config: Config | Mapping[str, Any] | str | Path, cpus: float = 1.0
 def make_trainable(
     order: Callable[[Mapping[str, Any], str], TrialOrder], cpus: float, copies: bool
 ) -> type[tune.Trainable]:
-    """Create a trainable that carries out ``order(config, trial_id)`` for each trial.
+    """Create a trainable that trains a federation for each trial, by the order ``order(config, trial_id)``.
 
     Args:
         order: Makes the order of a trial from its settings and Ray Tune's id.
@@ -242,8 +242,10 @@ class _Federation(tune.Trainable):
                 report = self._trained
                 more = report.round < config.train.rounds and not report.stopped
                 evaluated = report.round % config.evaluate.interval == 0 and report.round > after
-                if evaluated and config.evaluate.clients == "none" and not report.scores:
-                    self._reject_unmeasured(report.round)  # Without clients, every evaluation measures the same scores.
+                # Without clients, all evaluations of a phase measure the same scores. A later phase may measure others.
+                same = config.evaluate.clients == "none" and len(config.phases.names) == 1
+                if evaluated and same and not report.scores:
+                    self._reject_unmeasured(report.round)
                 if self._order.judged and evaluated and more:
                     virtual = {} if report.virtual_seconds is None else {VIRTUAL: report.virtual_seconds}
                     yield self._make_result(report.round, report.scores | virtual)
@@ -253,11 +255,11 @@ class _Federation(tune.Trainable):
             return outcome
 
     def _reject_unmeasured(self, round_index: int) -> None:
-        """Stop a run of a study that has measured nothing. A user's Tuner may judge by the loss of the training alone."""
+        """Raise an error if the run belongs to a study. A user's Tuner can use the training loss as its score."""
         if self._order.log is not None:
             raise InputError(
-                f"no score was measured until round {round_index}. Set evaluate.server=true or evaluate.clients=all; a model "
-                f"that clients do not share is measured on the server's test clips if evaluate.client_test_clips is above 0."
+                f"no score was measured until round {round_index}. Set evaluate.server=true, or evaluate.clients=all. To measure "
+                f"private models on the server's test clips, set evaluate.client_test_clips as well."
             )
 
     def _make_result(
@@ -353,7 +355,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
 
 
 def _list_changes(about: Mapping[str, Any], config: Config) -> list[str]:
-    """List the changes from a run's configuration to a new configuration that affect results."""
+    """List the settings of a run that a new configuration changes, if they affect results."""
     same = about["digest"] == config.digest()
     return [] if same else decisive_changes(about["config"], config.model_dump(mode="json"))
 

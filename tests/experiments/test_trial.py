@@ -185,9 +185,13 @@ def test_a_run_without_scores_fails_at_its_first_evaluation(
     last = create_trial(config, judged=False, keys=()).train()
     assert (last["status"], last["done"]) == ("failed", True)
     assert last["failed"].startswith(
-        "no score was measured until round 2. Set evaluate.server=true or evaluate.clients=all"
+        "no score was measured until round 2. Set evaluate.server=true, or evaluate.clients=all"
     )
     assert count_rounds(_run_folder(config)) == 2
+    phases = "train.phases={first: {local_epochs: 1}, second: {local_epochs: 2}}"
+    config = tiny("method=local", "evaluate.clients=none", "train.rounds=4", phases, "run.name=phases")
+    last = create_trial(config, judged=False, keys=()).train()  # the second phase could measure a score
+    assert last["failed"].startswith("no score was measured until round 4.")
     nothing = ("data.split.validation=0", "data.split.client_test=null", "evaluate.client_test_clips=0")
     config = tiny("method=local", "train.rounds=4", "run.name=nothing", *nothing)
     last = create_trial(config, judged=False, keys=()).train()  # clients without held-out clips
