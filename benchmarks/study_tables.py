@@ -97,7 +97,7 @@ def format_repetition(results: StudyResults) -> str:
     """Format the introduction of :func:`make_command`, with the range of scores of a successful repetition."""
     contestant = results.contestants[0]
     low, high = contestant.score(results.summary).interval
-    expected = f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean."
+    expected = f" The score of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean."
     return f"Repeat one cell in a checkout.{expected * math.isfinite(low)}"
 
 
@@ -105,7 +105,7 @@ def make_command(study_file: str, study: Study) -> str:
     """Make the command that repeats the first cell of a study, with a placeholder for each path of a data set."""
     words = [f'--only "{axis}={label}"' for axis, label in zip(study.axes, study.cells[0], strict=True)]
     words += [
-        f"{place_of(part)}.{option}=PATH/TO/DATA"
+        f"{place_of(part)}.{option}=PATH/TO/{settings.name}"
         for part, settings in study.first.config.data.each.items()
         for option in path_options(find_dataset(settings.name))
         if (settings.model_extra or {}).get(option) is not None
@@ -144,8 +144,8 @@ def format_list() -> str:
 
 
 def format_conclusions() -> str:
-    """Format the conclusions of all confirmatory studies: a line for each contestant that trained and finished."""
-    lines, opposite = [], 0
+    """Format the conclusions of all confirmatory studies: a line for each contestant that trained and finished, and each pair."""
+    lines, opposite, pairs = [], 0, 0
     for path in sorted(STUDIES.glob("*.yaml")):
         if "question:" not in path.read_text(encoding="utf-8"):
             continue
@@ -166,6 +166,14 @@ def format_conclusions() -> str:
                 other = f"{last.difference}, {get_kind(last.conclusion)}" if last else ""
                 opposite += {"better", "worse"} <= {*f"{get_kind(contestant.conclusion)} {other}".split()}
                 lines.append([*line, other, unit, contestant.n, link])
+        if settings.confirmatory:
+            unit, link = results.contestants[0].metrics[0].title, f"[{path.stem}](../benchmarks/studies/{path.name})"
+            further = {name: found for name, found in results.further.items() if found[1]}
+            pairs += len(further)
+            lines += [
+                [name, str(found), conclusion, "", unit, str(found.n), link]
+                for name, (found, conclusion) in further.items()
+            ]
     studies = len({line[-1] for line in lines})
     kinds = Counter(get_kind(line[2]) for line in lines)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -173,8 +181,9 @@ def format_conclusions() -> str:
     changes = sum(bool(line[3]) for line in lines)
     table = format_markdown((headings, lines))
     return (
-        f"{len(lines)} comparisons in {studies} studies: {counts}. Holm's correction holds within a study. In the last "
-        f"evaluation alone, {changes} conclusions differ, {opposite or 'none'} of them from better to worse or back.\n\n{table}\n"
+        f"{len(lines)} comparisons in {studies} studies, {pairs} of them further pairs without the control: {counts}. Holm's "
+        f"correction holds within a study. In the last evaluation alone, {changes} conclusions of comparisons with the control "
+        f"differ, {opposite or 'none'} of them from better to worse or back.\n\n{table}\n"
     )
 
 

@@ -278,10 +278,11 @@ def study_command(
     stops the runs after their current round. The same command continues them.
     """
     from raydfl.cli.experiments import describe_study, do_study  # PyTorch and Ray Tune take seconds
-    from raydfl.experiments import check_data_sets, load_study
+    from raydfl.experiments import check_data_sets, check_results, load_study
 
     study = load_study(file, [*(overrides or []), *([f"parallel={parallel}"] if parallel else [])], only or [])
     if check:
+        check_results(study)
         print(describe_study(study))  # noqa: T201
         check_data_sets(study.distinct or [study.make_corner_trial(values) for values in study.corners()])
         return

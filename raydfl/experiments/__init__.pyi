@@ -5,6 +5,7 @@ from raydfl.experiments.load import prepare as prepare
 from raydfl.experiments.notes import describe_features as describe_features
 from raydfl.experiments.notes import describe_results as describe_results
 from raydfl.experiments.page import format_best_command as format_best_command
+from raydfl.experiments.records import check_results as check_results
 from raydfl.experiments.results import StudyResults as StudyResults
 from raydfl.experiments.run import load_search as load_search
 from raydfl.experiments.run import load_sweep as load_sweep

@@ -13,11 +13,13 @@ from raydfl.experiments.study import Study
 
 
 def find_controls(study: Study, contestants: Iterable[Contestant]) -> dict[tuple[str, ...], Contestant]:
-    """Find a contestant with controls for the data of each cell."""
-    measured = [
-        (study.get_data_labels(contestant.labels), contestant) for contestant in contestants if contestant.controls
-    ]
-    return dict(reversed(measured))
+    """Find the first contestant with the most controls for the data of each cell. Older results have fewer controls."""
+    found: dict[tuple[str, ...], Contestant] = {}
+    for contestant in contestants:
+        labels = study.get_data_labels(contestant.labels)
+        if contestant.controls and (labels not in found or len(contestant.controls) > len(found[labels].controls)):
+            found[labels] = contestant
+    return found
 
 
 def has_learned(contestant: Contestant, measured: Contestant | None) -> bool:

@@ -128,7 +128,7 @@ def _choose(settings: StudySettings, only: Sequence[str]) -> dict[str, list[str]
         if not equals:
             raise ConfigError(f"--only {text!r} is not of the form axis=label,label.")
         check_known(name, chosen, "--only: there is no axis")
-        selected = [label.strip() for label in labels.split(",")]
+        selected = [labels] if labels in settings.axes[name] else [label.strip() for label in labels.split(",")]
         for label in selected:
             check_known(label, settings.axes[name], f"--only: axis {name!r} has no label")
         chosen[name] = [label for label in chosen[name] if label in selected]
@@ -317,6 +317,11 @@ def _read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], 
             bool(reported)
         ),
     })  # fmt: skip
+    if study.settings.confirmatory and search.samples < TRIALS:
+        advice = "List more values in its domains." if tuning.searcher == "grid" else "Raise samples there."
+        raise ConfigError(
+            f"{where} has {search.samples} trials per contestant, but the protocol requires {TRIALS}. {advice}"
+        )
     results = collect(search, StudyState.read(search))
     finished = {
         labels: [
@@ -334,7 +339,8 @@ def _read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], 
     (fewest,) = set(counts.values())
     if study.settings.confirmatory and fewest < TRIALS:
         raise ConfigError(
-            f"{where} has {fewest} trials per contestant, but the protocol requires {TRIALS}. Raise samples there."
+            f"{where} has {fewest} finished trials per contestant, but the protocol requires {TRIALS}. Run raydfl study {path} "
+            f"first."
         )
     axis, controls = study.contestants_axis, [LABELS[name] for name in study.settings.trained_controls]
     best = {}

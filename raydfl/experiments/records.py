@@ -255,13 +255,19 @@ def load_result(path: Path) -> RunResult:
 
 
 def check_results(study: Study) -> None:
-    """Check the membership of each file in the folder of results: it must belong to a trial of the study.
+    """Check the folder of results: each file must belong to a trial of the study, and each file of a trial must be valid.
 
     Raises:
-        ConfigError: A file has an unknown identity, so its configuration is not part of the study.
+        ConfigError: A file has an unknown identity, or is the result of a different configuration.
+        RunDirectoryError: A file is damaged.
     """
     folder = study.results_folder
-    if folder is None or study.only_some:
+    if folder is None:
+        return
+    for trial in study.trials:
+        if trial.result_file is not None and trial.result_file.exists():
+            read_result(study, trial)
+    if study.only_some:
         return
     known = {trial.result[0] for trial in study.trials}
     foreign = [path for path in sorted(folder.glob("*.json")) if path.stem.rpartition("-")[2] not in known]

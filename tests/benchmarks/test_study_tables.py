@@ -13,11 +13,11 @@ from commands import Raydfl
 from scipy import stats
 
 from raydfl.experiments import load_study
-from raydfl.experiments.statistics import Spread
+from raydfl.experiments.statistics import Difference, Spread
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ["groups", "machines", "speech_commands", "views_readings"]
-PAGES = ["fedapta", "fedmlac", "fedstar", "modality-mirror", "profila", "results"]
+STUDIES = ["fedapta_groups", "groups", "machines", "speech_commands", "views_readings"]
+PAGES = ["attacks", "fedapta", "fedmlac", "fedstar", "modality-mirror", "pretrained", "profila", "results"]
 TABLES = re.compile(r"<!-- (?:study: \S+|conclusions of studies|list of studies) -->.*?<!-- end of \w+ -->", re.DOTALL)
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 SCORE = re.compile(r"(?<![\w.])[+-]?(\d+\.\d+)(?= %| points| \[|\]|,[^\[\n|]*\])")
@@ -37,7 +37,7 @@ def test_the_command_of_a_page_repeats_one_cell(
     file = f"benchmarks/studies/{name}.yaml"
     command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))
     monkeypatch.chdir(ROOT)
-    arguments = shlex.split(command.replace("\\\n", "").replace("PATH/TO/DATA", str(tmp_path)))[1:]
+    arguments = shlex.split(re.sub(r"PATH/TO/\w+", str(tmp_path), command.replace("\\\n", "")))[1:]
     result = raydfl(*arguments, "--check", "tuned=null", f"dir={tmp_path / 'runs'}")
     assert (result.code, "1 cell, " in result.out) == (0, True), result.err
 
@@ -46,7 +46,7 @@ def test_the_command_of_a_page_repeats_one_cell(
 def test_a_federation_of_several_sets_has_a_path_for_each_set_of_files() -> None:
     file = "benchmarks/studies/groups.yaml"
     command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))
-    assert re.findall(r"(\S+)=PATH/TO/DATA", command) == ["data.parts.digits.root"]
+    assert re.findall(r"(\S+)=PATH/TO/fsdd", command) == ["data.parts.digits.root"]
 
 
 def test_the_range_of_a_repetition_is_students_interval_of_the_mean() -> None:
@@ -59,7 +59,7 @@ def test_the_range_of_a_repetition_is_students_interval_of_the_mean() -> None:
 def test_the_list_of_comparisons_counts_other_conclusions_of_the_last_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand: B turns from worse to better, C loses its difference, and D stays better."""
+    """By hand: B turns from worse to better, C loses its difference, D stays better, and D is compared with C too."""
     (tmp_path / "a.yaml").write_text("question: which?")
     metrics = [SimpleNamespace(title="accuracy")]
 
@@ -70,12 +70,14 @@ def test_the_list_of_comparisons_counts_other_conclusions_of_the_last_evaluation
         study=SimpleNamespace(settings=SimpleNamespace(confirmatory=True, control={"method": "A"}), axes=("method",)),
         contestants=[make("B", "-2", "worse"), make("C", "+1", "better (not tuned)"), make("D", "+4", "better")],
         changed=[make("B", "+3", "perhaps better"), make("C", "+0", "no difference seen")],
+        further={"D minus C": (Difference(3.0, 1.0, 5.0, 5), "better"), "D minus B": (None, "")},
     )
     monkeypatch.setattr(study_tables, "STUDIES", tmp_path)
     monkeypatch.setattr(study_tables, "read_results", lambda file: results)
     text = study_tables.format_conclusions()
-    assert "3 comparisons in 1 studies: 2 better, 1 worse." in text
-    assert "2 conclusions differ, 1 of them from better to worse or back." in text
+    assert "4 comparisons in 1 studies, 1 of them further pairs without the control: 3 better, 1 worse." in text
+    assert "2 conclusions of comparisons with the control differ, 1 of them from better to worse or back." in text
+    assert "| D minus C | +3.00 [+1.00, +5.00] | better |  | accuracy | 5 |" in text
     assert "| B minus A | -2 | worse | +3, perhaps better | accuracy | 5 |" in text
     assert "| D minus A | +4 | better |  | accuracy | 5 |" in text
 
@@ -89,6 +91,7 @@ def test_scores_in_the_text_are_scores_of_tables(name: str) -> None:
         tables += (ROOT / f"benchmarks/results/{study}.md").read_text()
     known = {float(number) for number in re.findall(r"\d+\.\d+", tables)}
     text = CODE.sub("", TABLES.sub("", page))
+    text = re.sub(r"^Exploratory .*?\n\n", "", text, flags=re.DOTALL | re.MULTILINE)  # no study, but with its command
     lines = [line for line in text.splitlines() if line.startswith("| measured") or not line.startswith("|")]
     scores = [score for line in lines for score in SCORE.findall(line)]
     strange = [

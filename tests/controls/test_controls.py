@@ -29,6 +29,7 @@ OWN_TEST = {"test": None, "client_test": {"by": "split", "values": ["test"]}}
 NORMAL = {"name": "reconstruct", "normal": ["normal"]}
 LINEAR, NEAREST = "raw features: linear model", "raw features: nearest neighbour"
 MAHALANOBIS, LOUDNESS = "raw features: Mahalanobis distance", "raw features: loudness"
+RHYTHM = "raw features: rhythm"
 
 
 def measure(config: Config) -> tuple[list[Control], str]:
@@ -268,6 +269,29 @@ def test_sets_of_classes_agree_with_scikit_learn(tmp_path: Path) -> None:
     assert measure_values(config) == pytest.approx(expected)
 
 
+def compute_rhythm(frames: np.ndarray, size: int) -> np.ndarray:
+    """Return the logarithm of the modulation spectrum of a clip, float64 [size // 2]."""
+    spectra = []
+    for start in range(0, len(frames) - size + 1, max(1, size // 2)):
+        window = frames[start : start + size].astype(np.float64)
+        spectrum = np.fft.rfft((window - window.mean(axis=0)) * np.hanning(size)[:, None], axis=0)
+        spectra.append(np.abs(spectrum)[1:].mean(axis=1))
+    return np.asarray(np.log(np.mean(spectra, axis=0) + 1e-3))
+
+
+def test_a_changed_rhythm_is_detected_by_hand(tmp_path: Path) -> None:
+    """A Hann window of four frames is 0, 3/4, 3/4, 0. Without its mean, the normal clip 0 0 2 2 is -1 -1 1 1.
+
+    So the window of a normal clip has 0, -3/4, 3/4, 0 and the spectrum sqrt(9/8), 3/2. The anomaly 0 2 2 0 has 0, 3/4, 3/4, 0 and
+    the spectrum sqrt(9/8), 0. The mean frames of both are equal.
+    """
+    normal, anomaly = np.array([[0.0], [0], [2], [2]]), np.array([[0.0], [2], [2], [0]])
+    rows: list[Row] = [("normal", "fan", "train", normal + shift) for shift in (0.0, 0.1)]
+    rows += [("normal", "fan", "test", normal), ("anomaly", "fan", "test", anomaly)]
+    measured = measure_values(configure(tmp_path, rows, objective=NORMAL, data={"split": OWN_TEST}))
+    assert measured == {"chance": 0.5, MAHALANOBIS: 0.5, NEAREST: 0.5, LOUDNESS: 0.5, RHYTHM: 1.0}
+
+
 def test_detectors_agree_with_scikit_learn(tmp_path: Path) -> None:
     """Two machines with different numbers of test clips. The run weights the AUC of a client by its test clips."""
     rng = np.random.default_rng(3)
@@ -281,10 +305,16 @@ def test_detectors_agree_with_scikit_learn(tmp_path: Path) -> None:
             np.array([np.float32(row[3]).mean(axis=0) for row in rows if row[1] == owner]) for rows in (train, test)
         )
         truth = [row[0] == "anomaly" for row in test if row[1] == owner]
+        window = min(len(row[3]) for row in [*train, *test] if row[1] == owner)
+        rhythms, of_own = (
+            np.array([compute_rhythm(np.float32(row[3]), window) for row in rows if row[1] == owner])
+            for rows in (train, test)
+        )
         scores = {
             MAHALANOBIS: LedoitWolf().fit(normal).mahalanobis(own),
             NEAREST: np.linalg.norm(own[:, None] - normal[None], axis=2).min(axis=1),
             LOUDNESS: np.abs(own.mean(axis=1) - normal.mean()),
+            RHYTHM: LedoitWolf().fit(rhythms).mahalanobis(of_own),
         }
         for name, values in scores.items():
             expected[name] = expected.get(name, 0) + roc_auc_score(truth, values) * len(own)
@@ -294,7 +324,7 @@ def test_detectors_agree_with_scikit_learn(tmp_path: Path) -> None:
     measured = {control.name: control.value for control in controls}
     assert measured == pytest.approx({"chance": 0.5, **{name: value / clips for name, value in expected.items()}})
     squares = [(n * math.sqrt((n + 1) / (12 * k * (n - k)))) ** 2 for n, k in counts]
-    assert [control.standard_error for control in controls] == [pytest.approx(math.sqrt(sum(squares)) / clips)] * 4
+    assert [control.standard_error for control in controls] == [pytest.approx(math.sqrt(sum(squares)) / clips)] * 5
     assert {control.count for control in controls} == {clips}
     assert counts[0][0] != counts[1][0]
 

@@ -23,7 +23,10 @@ _RECORDINGS = "PATH/TO/"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, optionally preceded by the line ``<!-- test: slow -->``, ``skip: REASON`` or ``exit 2``."""
+    """A fenced block, optionally preceded by the line ``<!-- test: slow -->``, ``skip: REASON`` or ``exit 2: WORDS``.
+
+    The output of a block that ends with an exit code has its words.
+    """
 
     page: Path
     line: int
@@ -50,7 +53,12 @@ class Block:
 
     @property
     def exit_code(self) -> int:
-        return int(self.argument) if self.mark == "exit" else 0
+        return int(self.argument.partition(":")[0]) if self.mark == "exit" else 0
+
+    @property
+    def words(self) -> str:
+        """Words of the expected error message; empty without an exit code."""
+        return self.argument.partition(":")[2].strip() if self.mark == "exit" else ""
 
 
 @functools.cache

@@ -100,6 +100,7 @@ def test_all_pages_exist_and_have_blocks() -> None:
     languages = {block.language for block in BLOCKS}
     assert languages <= {"bash", "python", "yaml", "text"}, languages
     assert all(block.argument for block in BLOCKS if block.mark == "skip"), "give the reason for skipping a block"
+    assert all(block.words for block in BLOCKS if block.exit_code), "give words of the expected error message"
 
 
 @pytest.fixture
@@ -144,9 +145,9 @@ def run_block(
                         _run(command, block, folder)
                         continue
                     result = raydfl(*(_shorten(command) if fast and not block.exit_code else command)[1:])
-                    assert result.code == block.exit_code, (
-                        f"{block.name}: {shlex.join(command)}\n{result.out}{result.err}"
-                    )
+                    output = result.out + result.err
+                    right = result.code == block.exit_code and block.words in output
+                    assert right, f"{block.name}: {shlex.join(command)}\n{output}"
             else:
                 _run(["bash", "-euo", "pipefail", "-c", block.text], block, folder)
 
@@ -194,7 +195,9 @@ def _run_python(block: Block, folder: Path) -> None:
 
 def _run(command: list[str], block: Block, folder: Path) -> None:
     process = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert process.returncode == block.exit_code, f"{block.name}\n{process.stdout}\n{process.stderr}"
+    output = f"{block.name}\n{process.stdout}\n{process.stderr}"
+    assert process.returncode == block.exit_code, output
+    assert block.words in process.stdout + process.stderr, output
 
 
 def _merge_into_tiny(fragment: Mapping[str, Any]) -> dict[str, Any]:

@@ -444,9 +444,10 @@ def test_results_of_a_different_configuration_end_with_exit_code_2(
 ) -> None:
     read_results(finished_study)
     changed = grid(**PROTOCOL | {"results": "results", "settings": {**PROTOCOL["settings"], "train.batch_size": 3}})
-    result = raydfl("study", changed, "--table")
-    assert result.code == 2
-    assert "is the result of a configuration outside the study (30 files)" in result.err
+    for option in ("--table", "--check"):
+        result = raydfl("study", changed, option)
+        assert result.code == 2
+        assert "is the result of a configuration outside the study (30 files)" in result.err
 
 
 @pytest.mark.slow
@@ -455,9 +456,9 @@ def test_a_result_with_a_changed_digest_is_refused(finished_study: Study) -> Non
     path = finished_study.trials[0].result_file
     assert path is not None
     path.write_text(path.read_text().replace(finished_study.trials[0].result[1], "0" * 16))
-    check_results(finished_study)  # the name is that of a trial
-    with pytest.raises(ConfigError, match="result of a different configuration"):
-        read_results(finished_study)
+    for check in (check_results, read_results):
+        with pytest.raises(ConfigError, match="result of a different configuration"):
+            check(finished_study)
 
 
 def test_a_damaged_result_names_the_file(tmp_path: Path) -> None:
@@ -648,10 +649,24 @@ def test_tuning_on_reported_data_is_refused(
         load_study(grid(**tuned_keys))
 
 
-def test_fewer_than_eight_tuning_trials_are_refused(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
-    write_tuning(grid, domains={"train.optimiser.lr": {"grid": [0.01, 0.02]}})
-    with pytest.raises(ConfigError, match="has 2 trials per contestant, but the protocol requires 8"):
-        load_study(grid(**tuned_keys))
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"domains": {"train.optimiser.lr": {"grid": [0.01, 0.02]}}}, "List more values in its domains."),
+        (
+            {"domains": {"train.optimiser.lr": {"uniform": [0.01, 0.02]}}, "searcher": "random", "samples": 2},
+            "Raise samples there.",
+        ),
+    ],
+)
+def test_fewer_than_eight_tuning_trials_are_refused_before_they_are_trained(
+    grid: StudyFile, changes: dict[str, Any], advice: str
+) -> None:
+    write_tuning(grid, **changes)
+    axes = {"method": {"FedAvg": {"method": "fedavg"}, "FedProx": {"method": {"name": "fedprox", "mu": 0.5}}}}
+    with pytest.raises(ConfigError, match="has 2 trials per contestant, but the protocol requires 8") as caught:
+        load_study(grid(**PROTOCOL, axes=axes, tuned="tuning.yaml"))
+    assert str(caught.value).endswith(advice)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

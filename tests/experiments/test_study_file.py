@@ -145,6 +145,24 @@ def test_invalid_selections_are_explained(grid: StudyFile, only: str, message: s
         load_study(grid(), only=[only])
 
 
+def test_a_label_with_a_comma_is_selected_by_its_whole_name(grid: StudyFile) -> None:
+    axes = {
+        "method": {
+            "FedAvg": {"method": "fedavg"},
+            "FedProx, mu 0.1": {"method": "fedprox"},
+            "FedBABU": {"method": "fedbabu"},
+        }
+    }
+    file = grid(axes=axes, control=None)
+    assert {trial.labels for trial in load_study(file, only=["method=FedProx, mu 0.1"]).trials} == {
+        ("FedProx, mu 0.1",)
+    }
+    assert {trial.labels for trial in load_study(file, only=["method=FedAvg, FedBABU"]).trials} == {
+        ("FedAvg",),
+        ("FedBABU",),
+    }
+
+
 def test_every_invalid_cell_is_named_before_training(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     axes = {
         "rate": {"low": {"train.optimiser.lr": 0.1}, "none": {"train.optimiser.lr": 0}},
