@@ -181,7 +181,7 @@ def format_conclusions() -> str:
     changes = sum(bool(line[3]) for line in lines)
     table = format_markdown((headings, lines))
     return (
-        f"{len(lines)} comparisons in {studies} studies, {pairs} of them further pairs without the control: {counts}. Holm's "
+        f"{len(lines)} comparisons in {studies} studies, {pairs} of them further pairs of the study files: {counts}. Holm's "
         f"correction holds within a study. In the last evaluation alone, {changes} conclusions of comparisons with the control "
         f"differ, {opposite or 'none'} of them from better to worse or back.\n\n{table}\n"
     )

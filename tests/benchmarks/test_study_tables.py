@@ -75,7 +75,7 @@ def test_the_list_of_comparisons_counts_other_conclusions_of_the_last_evaluation
     monkeypatch.setattr(study_tables, "STUDIES", tmp_path)
     monkeypatch.setattr(study_tables, "read_results", lambda file: results)
     text = study_tables.format_conclusions()
-    assert "4 comparisons in 1 studies, 1 of them further pairs without the control: 3 better, 1 worse." in text
+    assert "4 comparisons in 1 studies, 1 of them further pairs of the study files: 3 better, 1 worse." in text
     assert "2 conclusions of comparisons with the control differ, 1 of them from better to worse or back." in text
     assert "| D minus C | +3.00 [+1.00, +5.00] | better |  | accuracy | 5 |" in text
     assert "| B minus A | -2 | worse | +3, perhaps better | accuracy | 5 |" in text
