@@ -167,7 +167,7 @@ class Contestant:
     def find_plateau(self, rule: PlateauSettings, study: Study) -> float | None:
         """Return the round of the plateau of the mean held-out score; ``None`` if it was still improving, or is not known."""
         curve = self.find_held_out_curve(study)
-        place = None if curve is None else find_plateau(curve, rule, self.metrics[0].sign)
+        place = None if curve is None else find_plateau(curve, rule, study.make_plateau_metric(self.trials[0]).sign)
         return None if curve is None or place is None else float(curve.rounds[place])
 
     def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:

@@ -375,13 +375,11 @@ def check_protocol(study: Study) -> None:
     }
     listed = "; ".join(f"{name}: {cadence}" for cadence, name in cadences.items())
     splits = {trial.metric.split for trial in trials}
-    held_out = {
-        trial.name: any(
-            holds_out(data, str(study.make_plateau_metric(trial).split)) for data in trial.config.data.each.values()
-        )
-        for trial in trials
-        if trial.labels == study.find_control(trial.labels)
-    }
+    measured = all(
+        _measures_plateau(study, trial) for trial in trials if study.find_control(trial.labels) == trial.labels
+    )
+    on_clips = splits <= {"test", "client_test", "validation", "server_validation"}
+    rule = study.settings.plateau
     units = {trial.labels: trial.metric.unit for trial in trials}
     incomparable = [
         f"{trial.name} ({trial.metric.unit}) with its control ({units[control]})"
@@ -391,8 +389,10 @@ def check_protocol(study: Study) -> None:
     faults = {
         f"evaluations differ ({listed}), so means of the last evaluations are not comparable. Set equal train.rounds and "
         f"evaluate.every.": len(cadences) > 1,
-        "plateau: the rule needs held-out data. Set data.split.validation, or server_validation for models at the server.": (
-            not all(held_out.values())
+        "plateau: the rule needs held-out data and their evaluation. Set data.split.validation and evaluate.clients: cohort or "
+        "all, or for models at the server data.split.server_validation and evaluate.server: true.": not measured,
+        f"plateau: {study.first.metric.score} is not measured on held-out data. Set plateau.score, such as accuracy.": (
+            not on_clips and rule is not None and rule.score is None
         ),
         "controls.fedavg_fine_tuned is measured on the clients' own clips. Set metric.split: client_test or validation.": (
             "fedavg_fine_tuned" in study.settings.controls and splits & {"test", "server_validation"}
@@ -401,6 +401,13 @@ def check_protocol(study: Study) -> None:
         f"name of all compared scores.": bool(incomparable),
     }  # fmt: skip
     raise_first(faults, f"{study.file}: ")
+
+
+def _measures_plateau(study: Study, trial: Trial) -> bool:
+    """Return whether a trial evaluates its models on the held-out data of the plateau's score."""
+    split, evaluate = str(study.make_plateau_metric(trial).split), trial.config.evaluate
+    evaluated = evaluate.server if split == "server_validation" else evaluate.clients != "none"
+    return evaluated and any(holds_out(data, split) for data in trial.config.data.each.values())
 
 
 # -- recordings ------------------------------------------------------------------------------------------------------

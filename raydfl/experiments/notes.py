@@ -149,7 +149,7 @@ def _describe_plateaus(results: StudyResults) -> Iterator[str]:
     rounds = [f"{', '.join(labels)} {at:.0f}" for labels, at in found.items() if at is not None]
     if rounds:
         yield (
-            f"Plateau, the round after which the best held-out score improves by less than {rule.rise:g} (of "
+            f"Plateau, the round after which the best held-out {rule.score or 'score'} improves by less than {rule.rise:g} (of "
             f"{results.study.rounds} rounds): {'; '.join(rounds)}."
         )
     rising = [", ".join(labels) for labels, at in found.items() if at is None]

@@ -364,11 +364,13 @@ class Study:
         return metric.model_copy(update=changes)
 
     def make_plateau_metric(self, trial: Trial) -> MetricSettings:
-        """Return the headline on held-out data: the server's if it has any, except for a headline on clients' own clips."""
+        """Return the plateau's score on held-out data: the server's if it has any, except for a headline on clients' own clips."""
         server = any(holds_out(data, "server_validation") for data in trial.config.data.each.values())
         personal = trial.metric.split in ("client_test", "validation")  # the server may lack such a model
         split = "server_validation" if server and not personal else "validation"
-        return trial.metric.model_copy(update={"split": split, "label": None})
+        score = self.settings.plateau.score if self.settings.plateau else None
+        own = {"score": score, "mode": None} if score else {}
+        return trial.metric.model_copy(update={"split": split, "label": None, **own})
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
         if config.run.stop is not None:

@@ -176,6 +176,14 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
             {"metric": {"split": "client_test"}, "settings": {"data.split.validation": 0.0}},
             "plateau: the rule needs held-out data",
         ),
+        (
+            {"settings": {**PROTOCOL["settings"], "evaluate.clients": "none"}},
+            "held-out data and their evaluation. Set data.split.validation and evaluate.clients: cohort or all",
+        ),
+        (
+            {"metric": {"score": "attack_success", "split": "triggered"}},
+            "plateau: attack_success is not measured on held-out data. Set plateau.score, such as accuracy.",
+        ),
         ({"axes": {"method": {"FedAvg": {}, "often": {"evaluate.every": 2}}}}, "evaluations differ"),
         (
             {"domains": {"train.optimiser.lr": {"uniform": [0.1, 0.2]}}},

@@ -21,6 +21,10 @@ class PlateauSettings(Settings):
         ge=0,
         description="Smallest relevant improvement of the best score, in the table's unit (points of per cent).",
     )
+    score: str | None = Field(
+        None,
+        description="Score of a study's plateau. null: the headline. The success of an attack needs accuracy, or another.",
+    )
 
 
 def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
