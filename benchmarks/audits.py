@@ -3,7 +3,7 @@
     python benchmarks/audits.py benchmarks/studies/privacy_silos.yaml
     python benchmarks/audits.py benchmarks/studies/privacy_clients.yaml
 
-The study's run folders must exist, because an attack needs the model and the clips. Runs with private models alone are skipped.
+An attack needs the model and the clips of a run. Runs without a folder, and with private models alone, are left out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the table; default: NAME_audit.md beside the results")
     given = parser.parse_args()
     study = read_yaml(given.study)
-    results = given.study.parent / study["results"]
+    results, runs = given.study.parent / study["results"], given.runs or Path(study["dir"])
     audits: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for file in sorted(results.glob("*.json")):
         result = json.loads(file.read_text())
-        audit = run_audit((given.runs or Path(study["dir"])) / result["run"], "canaries" in given.study.read_text())
+        audit = run_audit(runs / result["run"], "canaries" in given.study.read_text())
         if audit is not None:
             audits[", ".join(result["labels"].values())].append(audit)
+    if not audits:
+        parser.error(f"{runs} has no run of {given.study} to attack. Train the study, or give --runs.")
     page = given.out or results.with_name(f"{results.name}_audit.md")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(format_page(study["title"], audits)) + "\n")
@@ -46,7 +48,10 @@ def main() -> None:
 
 
 def run_audit(run_dir: Path, has_canary_clips: bool) -> Mapping[str, Any] | None:
-    """Return the attacks on a run; ``None``: the run has no model of its own on the server."""
+    """Return the attacks on a run; ``None``: the run has no folder, or no model of its own on the server."""
+    if not run_dir.is_dir():  # before a process starts for it
+        print(f"{run_dir.name}: no folder of this run", file=sys.stderr)
+        return None
     if not has_canary_clips:
         try:
             return {"membership": dataclasses.asdict(measure_membership(run_dir, trust=False))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ ABSENT = {"flwr": "Flower", "pfl": "pfl-research", "blazefl": "BlazeFL", "fedjax
 ONE = "--rounds 1 --seeds 1"
 SMALLEST = {
     "anatomy": "--root {fsdd} --works crnn_lite --rounds 1",
-    "audits": "benchmarks/studies/privacy_silos.yaml --runs {runs} --out {runs}/audit.md",
+    "audits": "{study} --out {runs}/audit.md",
     "augmentation": "--root {fsdd} --model crnn_lite --rounds 1",
     "blocks": "--clients 20 --actors 3 --blocks 4 --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
@@ -59,6 +60,8 @@ SMALLEST = {
     "virtual_time": "--root {fsdd} --clients 12 --only synchronous --seeds 1 --out {runs}/fleet --page {runs}/fleet.md",
     "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak train.local_epochs=20",
 }
+MADE = {"run": "run_dir", "study": "study"}
+"""Fixtures of further placeholders."""
 ELSEWHERE = {
     "crossing": "cluster/silos/test_crossing.py",
     "gpu_check": "benchmarks/test_gpu_check.py",
@@ -143,13 +146,26 @@ def run_dir(folders: dict[str, Path]) -> Path:
     return folders["runs"] / "short"
 
 
+@pytest.fixture(scope="session")
+def study(folders: dict[str, Path], run_dir: Path) -> Path:
+    """Write a study with the results of this run, and of a run without a folder."""
+    file = folders["runs"] / "study.yaml"
+    (folders["runs"] / "results").mkdir()
+    for label, name in (("FedAvg", run_dir.name), ("lost", "lost")):
+        result = {"run": name, "labels": {"method": label}}
+        (folders["runs"] / "results" / f"{name}.json").write_text(json.dumps(result))
+    file.write_text(json.dumps({"title": "digits", "results": "results", "dir": str(folders["runs"])}))
+    return file
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_program_runs_with_its_smallest_settings(
     name: str, folders: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     words = SMALLEST[name]
-    names = {**folders, "run": request.getfixturevalue("run_dir")} if "{run}" in words else folders
+    made = {name: request.getfixturevalue(fixture) for name, fixture in MADE.items() if f"{{{name}}}" in words}
+    names = {**folders, **made}
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(word.format(**names) for word in words.split())]
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
