@@ -355,6 +355,24 @@ def test_the_plateau_of_the_mean_curve_lasts_to_the_end(grid: StudyFile) -> None
     assert any(note.startswith("No held-out score,") and note.endswith(": clean, fast; wrong, fast.") for note in notes)
 
 
+def test_the_plateau_of_another_score(grid: StudyFile) -> None:
+    """The accuracy on held-out clips rises until round 4. The success of the attack, smaller is better, falls to the end."""
+    changes = {"metric": {"score": "attack_success", "split": "triggered", "mode": "min"}, "controls": ["chance"]}
+    plateau = {"evaluations": 3, "rise": 1, "score": "accuracy"}
+    study = load_study(grid(**PROTOCOL | changes | {"plateau": plateau, "results": "results"}))
+    rounds = np.arange(1, study.rounds + 1)
+    for trial in study.trials:
+        scores = {
+            "triggered model/attack_success": 0.9 - 0.05 * rounds,
+            "validation model/accuracy": 0.1 * np.minimum(rounds, 4),
+        }
+        write_run_folder(trial, {name: values.tolist() for name, values in scores.items()})
+    results = read_results(study)
+    assert set(results.plateaus.values()) == {4}
+    note = "Plateau, the round after which the best held-out accuracy improves by less than 1"
+    assert any(line.startswith(note) for line in describe_results(results))
+
+
 def test_rounding_does_not_decide_the_plateau() -> None:
     """A rise of exactly 1 ends a plateau. As a mean of runs in another order, the rise may be 0.9999999999999991."""
     for error in (-1e-13, 0, 1e-13):
