@@ -6,7 +6,8 @@ network: a linear model and the nearest neighbour for classes, distances from no
 Imports objectives, data and core. Begin with measure.py.
 """
 
+from raydfl.controls._clips import TESTS
 from raydfl.controls._control import Control, auc_interval, from_json, to_json, wilson_interval
 from raydfl.controls.measure import measure_controls
 
-__all__ = ["Control", "auc_interval", "from_json", "measure_controls", "to_json", "wilson_interval"]
+__all__ = ["TESTS", "Control", "auc_interval", "from_json", "measure_controls", "to_json", "wilson_interval"]

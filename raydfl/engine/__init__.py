@@ -30,7 +30,7 @@ from raydfl.engine.privacy import STUDY, count_parameters, describe_run, plan_me
 from raydfl.engine.privacy_audit import audit_model
 from raydfl.engine.probe import try_models
 from raydfl.engine.rule_memory import compute_kept_bytes
-from raydfl.engine.selection import Criterion, Leader, holds_out
+from raydfl.engine.selection import Criterion, Leader, holds_out, is_evaluated
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
 from raydfl.engine.software import check_same_software, describe_software
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, add_spans
@@ -80,6 +80,7 @@ __all__ = [
     "forecast_steps",
     "hide_passwords",
     "holds_out",
+    "is_evaluated",
     "keys_of",
     "label_entry",
     "load_config",

@@ -210,6 +210,13 @@ def holds_out(data: DataSettings, split: str) -> bool:
     return held_out.get(split, True) or has_clip_table(data)
 
 
+def is_evaluated(split: str, evaluate: EvaluateSettings) -> bool:
+    """Return whether the settings evaluate models on a split."""
+    if split in ("validation", "client_test"):
+        return evaluate.clients != "none"
+    return evaluate.server or (split == "test" and evaluate.clients != "none")
+
+
 def check_measured(
     setting: str, criterion: Criterion, evaluate: EvaluateSettings, parts: Iterable[DataSettings]
 ) -> None:
@@ -224,7 +231,6 @@ def check_measured(
     Raises:
         ConfigError: The split is not measured. The message names the setting to change.
     """
-    of_clients = criterion.split in ("validation", "client_test")
     if not any(holds_out(data, criterion.split) for data in parts):
         reason = {
             "validation": "clients have no validation clips (data.split.validation is 0)",
@@ -235,14 +241,14 @@ def check_measured(
             f"{setting}: {criterion.metric!r} is not measured, because {reason}. Set data.split.{criterion.split}, or choose a "
             f"metric of another split in {setting}.metric"
         )
-    if of_clients and evaluate.clients == "none":
-        raise ConfigError(
-            f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none. Set it to cohort or all"
+    if not is_evaluated(criterion.split, evaluate):
+        of_clients = criterion.split in ("validation", "client_test")
+        reason = (
+            "evaluate.clients is none. Set it to cohort or all"
+            if of_clients
+            else "evaluate.server is false. Set it to true"
         )
-    if not of_clients and not evaluate.server and (criterion.split != "test" or evaluate.clients == "none"):
-        raise ConfigError(
-            f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false. Set it to true"
-        )
+        raise ConfigError(f"{setting}: {criterion.metric!r} is not measured, because {reason}")
 
 
 def check_begins(phases: Phases, train: TrainSettings, best: MetricChoice | None, every: int) -> None:

@@ -11,15 +11,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from raydfl.controls import TESTS
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest, translate_failures
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
 from raydfl.core.remote import check_path, is_uri
+from raydfl.core.users_code import is_users
 from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
-from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
+from raydfl.engine import Clients, Config, apply_overrides, holds_out, is_evaluated, personal_name
 from raydfl.experiments.contestants import Contestant
 from raydfl.experiments.protocol import LABELS, TRIALS, drop_replaced, is_untrained
 from raydfl.experiments.results import collect
@@ -75,6 +77,8 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.tuned is not None:
         study = _take_tuned_settings(study, file.parent / settings.tuned)
     study = replace(study, trials=_make_trials(study))
+    for trial in study.trials or [study.first]:
+        check_scores(study, trial)
     if settings.confirmatory:
         check_protocol(study)
     return study
@@ -220,14 +224,6 @@ def check_domains(study: Study) -> None:
             ) from error
     settings, metric, config = study.settings, study.first.metric, study.first.config
     method, population = config.components.method, settings.population
-    if metric.model is not None:
-        models = list(config.components.models)
-        fine_tuned = [personal_name(name, len(models)) for name in models if config.components.fine_tune.epochs]
-        check_known(metric.model, [*models, *fine_tuned], f"{study.file}: metric.model: there is no model")
-    # A method's own evaluation may measure any score, and the server measures more than scores.
-    if type(method).evaluate is Method.evaluate and metric.split != "server":
-        known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
-        check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")
     every, rounds = config.evaluate.interval, study.rounds
     faults = {
         "metric.split is validation, but data.split.validation is 0, so no clips are held out. Set it, or set split: test.": (
@@ -262,6 +258,33 @@ def check_domains(study: Study) -> None:
             f"samples: scheduler pbt needs a population of at least 2, not {study.samples}.": study.samples < 2,
         }
     raise_first(faults, f"{study.file}: ")
+
+
+def check_scores(study: Study, trial: Trial) -> None:
+    """Reject models and scores in a trial's metrics that its runs cannot measure.
+
+    A method's own evaluation, a user's objective, and other splits, such as ``server``, may measure any score.
+
+    Raises:
+        ConfigError: A metric's score or model does not exist. The message names the setting.
+    """
+    components = trial.config.components
+    models = list(components.models)
+    if components.fine_tune.epochs:
+        models += [personal_name(name, len(components.models)) for name in components.models]
+    known = [score + end for score in HIGHER_IS_BETTER for end in ("", *OF_CLIENTS, HARMONIC_MEAN)]
+    if trial.metric.model is not None:
+        check_known(trial.metric.model, models, f"{study.file}: metric.model: there is no model")
+    metrics = [("metric", trial.metric)]
+    metrics += [("also", study.resolve(metric, trial.config)) for metric in study.settings.also]
+    if study.settings.plateau and study.settings.plateau.score:
+        metrics.append(("plateau", study.make_plateau_metric(trial)))
+    method = components.method
+    if type(method).evaluate is not Method.evaluate or is_users(type(method.objective).__module__):
+        return
+    for setting, metric in metrics:
+        if metric.split in TESTS:
+            check_known(metric.score, known, f"{study.file}: {setting}.score: nothing measures")
 
 
 # -- protocol --------------------------------------------------------------------------------------------------------
@@ -378,7 +401,7 @@ def check_protocol(study: Study) -> None:
     measured = all(
         _measures_plateau(study, trial) for trial in trials if study.find_control(trial.labels) == trial.labels
     )
-    on_clips = splits <= {"test", "client_test", "validation", "server_validation"}
+    on_clips = splits <= set(TESTS)
     rule = study.settings.plateau
     units = {trial.labels: trial.metric.unit for trial in trials}
     incomparable = [
@@ -405,9 +428,8 @@ def check_protocol(study: Study) -> None:
 
 def _measures_plateau(study: Study, trial: Trial) -> bool:
     """Return whether a trial evaluates its models on the held-out data of the plateau's score."""
-    split, evaluate = str(study.make_plateau_metric(trial).split), trial.config.evaluate
-    evaluated = evaluate.server if split == "server_validation" else evaluate.clients != "none"
-    return evaluated and any(holds_out(data, split) for data in trial.config.data.each.values())
+    split, data = str(study.make_plateau_metric(trial).split), trial.config.data.each.values()
+    return is_evaluated(split, trial.config.evaluate) and any(holds_out(part, split) for part in data)
 
 
 # -- recordings ------------------------------------------------------------------------------------------------------

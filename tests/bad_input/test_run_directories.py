@@ -518,7 +518,7 @@ def test_a_run_of_an_earlier_version_resumes(raydfl: Raydfl, check_reference: Un
     assert parse_yaml((run_dir / "config.yaml").read_text(), "")["track"]["experiment"] == "08"
 
 
-def test_a_rejected_run_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rejected_run_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path, no_ray_session: None) -> None:
     file, folder = write_config(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
     for override in ("ray.address=127.0.0.1:1", "train.cohort=7"):
         raydfl("run", file, override).refuses("cannot reach the Ray cluster|cohort")

@@ -169,7 +169,14 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
         ({"controls": {"raw": {"train.rounds": 3}}}, "controls.raw trains nothing"),
         ({"controls": ["fedavg_fine_tuned"]}, "measured on the clients' own clips. Set metric.split: client_test"),
         (
-            {"axes": {"method": {"FedAvg": {}, "own": {"metric": {"model": "personal"}}}}},
+            {
+                "axes": {
+                    "method": {
+                        "FedAvg": {},
+                        "own": {"metric": {"model": "personal"}, "evaluate.fine_tune": {"epochs": 1}},
+                    }
+                }
+            },
             "metric: no difference follows from scores of different names",
         ),
         (
@@ -184,6 +191,13 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
             {"metric": {"score": "attack_success", "split": "triggered"}},
             "plateau: attack_success is not measured on held-out data. Set plateau.score, such as accuracy.",
         ),
+        (
+            {"plateau": {"evaluations": 3, "rise": 1, "score": "acuracy"}},
+            "plateau.score: nothing measures 'acuracy'. Did you mean 'accuracy'?",
+        ),
+        ({"metric": {"score": "acuracy"}}, "metric.score: nothing measures 'acuracy'"),
+        ({"also": [{"score": "acuracy"}]}, "also.score: nothing measures 'acuracy'"),
+        ({"metric": {"model": "plugn"}}, "metric.model: there is no model 'plugn'"),
         ({"axes": {"method": {"FedAvg": {}, "often": {"evaluate.every": 2}}}}, "evaluations differ"),
         (
             {"domains": {"train.optimiser.lr": {"uniform": [0.1, 0.2]}}},
@@ -196,6 +210,19 @@ def test_a_study_that_breaks_the_protocol_ends_with_exit_code_2(
 ) -> None:
     result = raydfl("study", grid(**PROTOCOL | changes), "--check")
     assert (result.code, message in result.err) == (2, True), result.err
+
+
+def test_scores_of_a_users_objective_are_not_checked(grid: StudyFile, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from raydfl import Objective\n\n\n"
+        "class Own(Objective):\n"
+        "    def loss(self, step, name, batch):\n        return batch.mean(step.forward(name, batch).mean(dim=1))\n\n"
+        "    def metrics(self, outputs, examples):\n        return {'own_score': outputs.mean(dim=1).numpy()}\n"
+    )
+    settings = {**PROTOCOL["settings"], "objective": f"{file}:Own"}
+    study = load_study(grid(**PROTOCOL | {"metric": {"score": "own_score"}, "settings": settings}))
+    assert study.first.metric.score == "own_score"
 
 
 def test_an_exploratory_study_reports_it_on_its_page(grid: StudyFile) -> None:

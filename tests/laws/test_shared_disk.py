@@ -85,20 +85,23 @@ def test_compacted_records_reach_the_other_nodes(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_actors_on_two_nodes_of_a_network_file_system_give_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
-    """Run all methods with private state on a shared cluster, where every process is a node of its own."""
+    """Run methods with private state on a shared cluster, where every process is a node of its own.
+
+    The private state is a model, layers, control variates, a second model, or a model with a mask.
+    """
     settings = ("evaluate.every=3", "train.cohort=1.0", "data.speakers=4")
-    references = {name: known(tiny(*settings, method=name)) for name in METHODS}
-    private = [name for name, tensors in references.items() if any(key.startswith("client ") for key in tensors)]
-    assert {"fedmlac", "fedper", "scaffold", "ditto", "fedapta"} <= set(private)
+    private = ("fedmlac", "fedper", "scaffold", "ditto", "fedapta")
+    references = {name: known(tiny(*settings, method=name)) for name in private}
+    assert all(any(key.startswith("client ") for key in tensors) for tensors in references.values())
     configs = [
         tiny(*settings, "ray.actors=2", f"run.name=nodes{number}", method=name) for number, name in enumerate(private)
     ]
     (tmp_path / "configs.json").write_text(json.dumps([config.model_dump(mode="json") for config in configs]))
     process = Marked.python(str(Path(__file__).with_name("on_two_nodes.py")), str(tmp_path))
     try:
-        _, problems = process.process.communicate(timeout=1400)
+        _, problems = process.process.communicate(timeout=800)
     finally:
         process.end()
     assert process.process.returncode == 0, problems

@@ -23,7 +23,7 @@ class PlateauSettings(Settings):
     )
     score: str | None = Field(
         None,
-        description="Score of a study's plateau. null: the headline. The success of an attack needs accuracy, or another.",
+        description="Score of a study's plateau, such as accuracy in a study of attacks. null: the headline.",
     )
 
 
