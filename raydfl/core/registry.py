@@ -71,8 +71,9 @@ def load_file(path: Path) -> ModuleType:
 
 
 def list_loaded_files() -> list[Path]:
-    """Return the user's files that this process has loaded."""
-    return [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
+    """Return the user's files that this process has loaded, without files that no longer exist."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
+    return [path for module in modules if (path := Path(str(module.__file__))).exists()]
 
 
 class _Neighbours(MetaPathFinder):

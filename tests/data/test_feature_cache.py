@@ -533,6 +533,9 @@ def test_worker_processes_can_load_classes_from_user_files(tmp_path: Path, monke
         "class Mine(Alteration):\n    def __call__(self, wave, extractor, seed):\n        return wave\n"
     )
     alterations = Alterations(load_object(f"{tmp_path}/mine.py:Mine")(), (1,))
+    (tmp_path / "other.py").write_text("class Other:\n    pass\n")
+    load_object(f"{tmp_path}/other.py:Other")
+    (tmp_path / "other.py").unlink()  # not needed, so the processes do without it
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     chunks = [Chunk(number, Source("fsdd"), [], SETTINGS, "", alterations=alterations) for number in range(3)]
     assert sorted(report.number for report in run_locally(_make_report, chunks)) == [0, 1, 2]
