@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -150,8 +152,10 @@ def _start_tuner(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
 
 def _read_saved_rounds(place: Path) -> list[int]:
     """Return the last saved round of each trial. Tune repeats later rounds."""
-    for file in place.glob("experiment_state-*.json"):
-        with contextlib.suppress(json.JSONDecodeError):  # Tune may still be writing the file
+    with contextlib.suppress(ValueError, EOFError, pickle.UnpicklingError):  # Tune may still be writing a file
+        for file in place.glob("basic-variant-state-*.json"):
+            pickle.loads(file.read_bytes())
+        for file in place.glob("experiment_state-*.json"):
             trials = json.loads(file.read_text())["trial_data"]
             return [json.loads(runtime)["last_result"].get("round", 0) for _, runtime in trials]
     return []
@@ -163,9 +167,15 @@ def _kill_and_restore(scheduler: str, folder: Path, config: Config) -> list[dict
     driver = _start_tuner(scheduler, folder)
     place = folder / "tune" / scheduler
     try:
-        while len(rounds := _read_saved_rounds(place)) < TRIALS[scheduler] or max(rounds) < 3:
+        while True:
             assert driver.poll() is None, (folder / "log").read_text()[-3000:]
-            time.sleep(0.02)
+            # Tune cannot restore a half-written state, so the driver is killed between two states.
+            driver.send_signal(signal.SIGSTOP)
+            rounds = _read_saved_rounds(place)
+            if len(rounds) == TRIALS[scheduler] and max(rounds) >= 3:
+                break
+            driver.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
     finally:
         driver.kill()
         driver.wait()

@@ -53,7 +53,10 @@ def test_damage_depends_on_the_seed() -> None:
 SOME = ["recordings, wav", "list of clips, Parquet", "MNIST", "features, npz", "run, predict"]
 
 
-@pytest.mark.parametrize(("formats", "cases"), [(SOME, 2), pytest.param([*fuzz.FORMATS], 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("formats", "cases"),
+    [(SOME, 2), pytest.param([*fuzz.FORMATS], 40, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
 def test_damaged_files_end_with_a_message(formats: list[str], cases: int) -> None:
     """In a process of its own, because a fork of this process would lose its threads."""
     only = [f"--only={name}" for name in formats]
