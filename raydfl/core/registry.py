@@ -71,7 +71,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def list_loaded_files() -> list[Path]:
-    """Return the user's files that this process has loaded, without files that no longer exist."""
+    """Return the users' files that this process has loaded and that still exist."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
     return [path for module in modules if (path := Path(str(module.__file__))).exists()]
 

@@ -77,7 +77,7 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.tuned is not None:
         study = _take_tuned_settings(study, file.parent / settings.tuned)
     study = replace(study, trials=_make_trials(study))
-    for trial in study.trials or [study.first]:
+    for trial in {trial.labels: trial for trial in study.trials or [study.first]}.values():
         check_scores(study, trial)
     if settings.confirmatory:
         check_protocol(study)
@@ -266,15 +266,15 @@ def check_scores(study: Study, trial: Trial) -> None:
     A method's own evaluation, a user's objective, and other splits, such as ``server``, may measure any score.
 
     Raises:
-        ConfigError: A metric's score or model does not exist. The message names the setting.
+        ConfigError: A metric's score or model does not exist. The message names the cell and the setting.
     """
-    components = trial.config.components
+    components, where = trial.config.components, ": ".join(filter(None, (str(study.file), ", ".join(trial.labels))))
     models = list(components.models)
     if components.fine_tune.epochs:
         models += [personal_name(name, len(components.models)) for name in components.models]
     known = [score + end for score in HIGHER_IS_BETTER for end in ("", *OF_CLIENTS, HARMONIC_MEAN)]
     if trial.metric.model is not None:
-        check_known(trial.metric.model, models, f"{study.file}: metric.model: there is no model")
+        check_known(trial.metric.model, models, f"{where}: metric.model: there is no model")
     metrics = [("metric", trial.metric)]
     metrics += [("also", study.resolve(metric, trial.config)) for metric in study.settings.also]
     if study.settings.plateau and study.settings.plateau.score:
@@ -284,7 +284,7 @@ def check_scores(study: Study, trial: Trial) -> None:
         return
     for setting, metric in metrics:
         if metric.split in TESTS:
-            check_known(metric.score, known, f"{study.file}: {setting}.score: nothing measures")
+            check_known(metric.score, known, f"{where}: {setting}.score: nothing measures")
 
 
 # -- protocol --------------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
         ),
         ({"metric": {"score": "acuracy"}}, "metric.score: nothing measures 'acuracy'"),
         ({"also": [{"score": "acuracy"}]}, "also.score: nothing measures 'acuracy'"),
-        ({"metric": {"model": "plugn"}}, "metric.model: there is no model 'plugn'"),
+        ({"metric": {"model": "plugn"}}, "FedAvg: metric.model: there is no model 'plugn'"),
         ({"axes": {"method": {"FedAvg": {}, "often": {"evaluate.every": 2}}}}, "evaluations differ"),
         (
             {"domains": {"train.optimiser.lr": {"uniform": [0.1, 0.2]}}},
