@@ -70,7 +70,7 @@ def _make_scheduler(study: Study) -> TrialScheduler | None:
     if study.settings.population is None:
         return None
     population, domains = study.settings.population, study.settings.domains
-    return PopulationBasedTraining(
+    return _PopulationBasedTraining(
         time_attr=ROUND,
         perturbation_interval=population.interval,
         hyperparam_mutations={
@@ -83,6 +83,23 @@ def _make_scheduler(study: Study) -> TrialScheduler | None:
         require_attrs=False,
         synch=True,  # The worst members copy the best members of the same round.
     )
+
+
+class _PopulationBasedTraining(PopulationBasedTraining):
+    """Ray Tune's population based training, without its endless wait.
+
+    In Ray 2.60, all members can wait for an exchange that is over (after a restoration, and if the members' evaluations skip
+    rounds of an exchange), or for a member that has ended.
+    """
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        """Return the next member to train. If all members wait, the next exchange is an interval later."""
+        trials = [trial for trial in tune_controller.get_trials() if not trial.is_finished()]
+        if trials and all(trial.status == "PAUSED" for trial in trials):
+            last = min(self._trial_state[trial].last_train_time for trial in trials)
+            if last >= self._next_perturbation_sync:
+                self._next_perturbation_sync = last + self._perturbation_interval
+        return super().choose_trial_to_run(tune_controller)
 
 
 def _clip(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
@@ -164,9 +181,7 @@ class Experiment:
         LIVE.append(watch)
         try:
             with signals:
-                tuner = self._restore_tuner(f"{storage}/{name}")
-                if tuner is not None:
-                    tuner.fit()
+                self._continue(f"{storage}/{name}", watch)
                 if not signals.asked and self.state.left:
                     self._make_tuner(storage, name, watch).fit()
         except Exception as error:
@@ -204,17 +219,21 @@ class Experiment:
         order = functools.partial(_make_order, study, self._stop, self.state.mlflow)
         return make_trainable(order, study.settings.cpus, copies=study.settings.population is not None)
 
-    def _restore_tuner(self, path: str) -> tune.Tuner | None:
-        """Restore the Tuner of an interrupted experiment; ``None``: Ray Tune cannot restore any."""
+    def _continue(self, path: str, watch: Watch) -> None:
+        """Continue an interrupted experiment, if Ray Tune can restore it. A process may have ended while it wrote the state."""
         if not tune.Tuner.can_restore(path):
-            return None
+            return
         try:
-            return tune.Tuner.restore(path, trainable=self._make_trainable(), resume_errored=True)
-        except Exception as error:  # noqa: BLE001  (After any error, trials can resume from their run folders.)
+            tune.Tuner.restore(path, trainable=self._make_trainable(), resume_errored=True).fit()
+        except (
+            Exception
+        ) as error:  # Ray Tune reads the state in fit. After any error, trials can resume from their run folders.
+            if watch.error is not None or isinstance(error, RaydflError):
+                raise
             self.progress.message(
-                f"warning: Ray Tune cannot restore {path} ({first_line(error)}). Trials resume from their run folders."
+                f"warning: Ray Tune cannot restore {path} ({type(error).__name__}: {first_line(error)}). Trials resume from their "
+                f"run folders."
             )
-            return None
 
     def _make_tuner(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
         study, population = self.study, self.study.settings.population

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import pytest
 from commands import Raydfl
 from helpers import known
 from ray import train, tune
+from ray.tune.schedulers import PopulationBasedTraining
 from studies import StudyFile, write_run_folder
 
 import raydfl as package
 from raydfl.core.errors import InputError, RaydflError, ResourcesError, RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.engine.config import Config
-from raydfl.experiments.experiment import Experiment, _make_search
+from raydfl.experiments.experiment import Experiment, _make_scheduler, _make_search
 from raydfl.experiments.load import load_study
 from raydfl.experiments.run import _local_cpus, run_study
 from raydfl.experiments.state import StudyState
@@ -159,6 +160,67 @@ def test_a_new_population_reports_the_replaced_members(
     )
 
 
+class _Controller:
+    """The part of Ray Tune's controller that its scheduler uses. Members train in turn until the scheduler pauses them."""
+
+    search_alg = None
+
+    def __init__(self, scheduler: PopulationBasedTraining, first: Sequence[int]) -> None:
+        self.scheduler = scheduler
+        self.trials = [tune.experiment.trial.Trial("member", stub=True, config={"method.mu": 0.1}) for _ in first]
+        self.rounds = dict(zip(self.trials, first, strict=True))
+        for trial in self.trials:
+            scheduler.on_trial_add(self, trial)  # type: ignore[arg-type]
+
+    def get_trials(self) -> list[Any]:
+        return self.trials
+
+    def get_live_trials(self) -> list[Any]:
+        return [trial for trial in self.trials if not trial.is_finished()]
+
+    def _schedule_trial_save(self, trial: Any, result: dict[str, Any]) -> None:
+        """Save nothing, so no member copies another."""
+
+    def train(self, every: int, last: Sequence[int]) -> None:
+        """Train the members. Member k reports every ``every`` rounds, and ends after ``last[k]`` rounds."""
+        while any(self.get_live_trials()):
+            trial = self.scheduler.choose_trial_to_run(self)  # type: ignore[arg-type]
+            assert trial is not None, f"no member may train, after rounds {list(self.rounds.values())}"
+            number, status = self.trials.index(trial), "RUNNING"
+            while status == "RUNNING":
+                trial.set_status(status)
+                self.rounds[trial] += every
+                if self.rounds[trial] >= last[number]:
+                    status = "TERMINATED"
+                else:
+                    result = {"round": self.rounds[trial], "score": float(number)}
+                    decision = self.scheduler.on_trial_result(self, trial, result)  # type: ignore[arg-type]
+                    status = "RUNNING" if decision == "CONTINUE" else "PAUSED"
+            trial.set_status(status)
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "last"),
+    [
+        ((0, 0), 1, (12, 12)),
+        ((5, 5), 1, (12, 12)),  # restored after round 5: both report round 6, which is the second exchange
+        ((6, 4), 1, (12, 12)),
+        ((0, 0), 2, (24, 24)),  # exchanges after rounds 4, 8 and 12
+        ((0, 0), 1, (12, 5)),  # the second member fails while the first waits for it
+    ],
+)
+def test_members_of_a_population_never_wait_forever(
+    search_file: StudyFile, first: Sequence[int], every: int, last: Sequence[int]
+) -> None:
+    study = load_study(search_file(scheduler={"name": "pbt", "interval": 3, "share": 0.5}, rounds=24))
+    scheduler = _make_scheduler(study)
+    assert isinstance(scheduler, PopulationBasedTraining)
+    scheduler.set_search_properties("score", "max")
+    controller = _Controller(scheduler, first)
+    controller.train(every, last)
+    assert tuple(controller.rounds.values()) == tuple(last)
+
+
 # -- with Ray Tune ---------------------------------------------------------------------------------------------------
 
 
@@ -202,10 +264,14 @@ def test_the_command_trains_runs_in_parallel_and_continues_after_ctrl_c(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("searcher", ["random", "optuna"])
+@pytest.mark.parametrize(
+    ("searcher", "cut"),
+    [("random", ""), ("optuna", ""), ("random", "experiment_state-*")],
+)
 def test_a_search_with_a_killed_driver_is_restored_to_the_same_bits(
-    search_file: StudyFile, tmp_path: Path, tiny: Callable[..., Config], searcher: str
+    search_file: StudyFile, tmp_path: Path, tiny: Callable[..., Config], searcher: str, cut: str
 ) -> None:
+    """If the driver was killed while it wrote Ray Tune's state (``cut``), trials resume from their run folders."""
     asha = {"name": "asha", "grace": 10, "factor": 2}
     settings = {"train.rounds": 40, "evaluate.every": 5, "track.mlflow": False}
     file = search_file(scheduler=asha, searcher=searcher, settings=settings, rounds=None, samples=4, parallel=2)
@@ -217,12 +283,16 @@ def test_a_search_with_a_killed_driver_is_restored_to_the_same_bits(
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert list((folder / "tune").glob("few-*/experiment_state-*.json"))
+        damaged = list((folder / "tune").glob(f"few-*/{cut}")) if cut else []
+        for state_file in damaged:
+            state_file.write_bytes(state_file.read_bytes()[: state_file.stat().st_size // 2])
         process = _start_command(file)
         out, _ = process.communicate(timeout=600)
     finally:
         del os.environ["TUNE_GLOBAL_CHECKPOINT_S"]
     assert process.returncode == 0, out
-    assert "cannot restore" not in out
+    assert bool(damaged) == bool(cut)
+    assert ("warning: Ray Tune cannot restore" in out) == bool(cut)
     state = StudyState.read(load_study(file))
     assert len(state.known) == 4
     assert all(state.is_over(trial) for trial in state.known)
@@ -369,11 +439,22 @@ def test_failure_limits_of_rays_run_config_are_used(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_population_continues_from_copies_of_its_best_members(search_file: StudyFile, ray_session: None) -> None:
-    """Ray Tune's scheduler draws without a seed, so any copied member has the history of its parents."""
+def test_a_population_continues_from_copies_of_its_best_members(
+    search_file: StudyFile, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Tune's scheduler draws without a seed, so any copied member has the history of its parents.
+
+    The driver is killed in the middle.
+    """
     pbt = {"name": "pbt", "interval": 2, "share": 0.5, "resample": 0.0}
-    file = search_file(scheduler=pbt, samples=3, rounds=6, parallel=None, repeat={"run.seed": [5]})
+    settings = {"track.mlflow": False}
+    file = search_file(scheduler=pbt, samples=3, rounds=6, parallel=None, repeat={"run.seed": [5]}, settings=settings)
     study = load_study(file)
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")
+    process = _start_command(file)
+    _wait_until(process, lambda: any(count_rounds(path.parent) >= 3 for path in study.folder.glob("trial-*/LATEST")))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
     results = run_study(study)
     assert results.complete
     assert [contestant.rounds for contestant in results.contestants] == [6] * 3

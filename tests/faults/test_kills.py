@@ -58,7 +58,7 @@ def test_a_killed_actor_changes_nothing(
 ) -> None:
     common = [
         *settings,
-        "train.rounds=6",
+        "train.rounds=12",
         "ray.actors=2",
         "ray.cpus=0.5",
         f"run.commit_every={commit_every}",
@@ -70,13 +70,16 @@ def test_a_killed_actor_changes_nothing(
     for event in running.events():
         if event["event"] == "round":
             rounds.append(event["round"])
-            if event["round"] in (1, 3):
-                time.sleep(0.25)  # kill in the next round
+            if event["round"] >= (1, 5, 13)[kills]:
+                time.sleep(0.25)  # Kill in a later round. Rounds of a fleet can be short.
                 os.kill(running.mark.pids(title)[0], signal.SIGKILL)
                 kills += 1
     assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
     assert kills == 2
-    assert rounds == [1, 2, 3, 4, 5, 6]
+    assert rounds == sorted(set(rounds))
+    assert rounds[-1] == 12
+    if title == "ray::ClientActor":  # A server can be lost after the commit of a round and before its report.
+        assert rounds == list(range(1, 13))
     assert_same_bits(
         known(tiny(*common, "ray.actors=0", method=SLOW)),
         read_tensors(Path(config.run.dir) / "killed"),
@@ -88,7 +91,7 @@ def test_a_killed_actor_changes_nothing(
 def test_a_killed_driver_is_resumed_to_the_same_bits(
     tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    common = [*settings, "train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
+    common = [*settings, "train.rounds=12", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
     config = tiny(*common, "run.name=killed", method=SLOW)
     running = command("run", write_config(config, tmp_path), "--json")
     run_dir = Path(config.run.dir) / "killed"
@@ -98,11 +101,12 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
             running.process.send_signal(signal.SIGKILL)
             break
     running.end()
-    assert int((run_dir / "LATEST").read_text()[:6]) in (2, 3)
+    committed = int((run_dir / "LATEST").read_text()[:6])
+    assert 2 <= committed < 12
     resumed = command("resume", str(run_dir), "--json")
-    events = list(resumed.events())
+    rounds = [event["round"] for event in resumed.events() if event["event"] == "round"]
     assert resumed.process.wait(60) == 0
-    assert [e["event"] for e in events].count("round") in (2, 3)
+    assert rounds == list(range(committed + 1, 13))
     assert_same_bits(known(tiny(*common, "ray.actors=0", method=SLOW)), read_tensors(run_dir))
 
 
