@@ -71,7 +71,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def list_loaded_files() -> list[Path]:
-    """Return the users' files that this process has loaded and that still exist."""
+    """Return the paths of all users' files in this process, without deleted files."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
     return [path for module in modules if (path := Path(str(module.__file__))).exists()]
 

@@ -220,15 +220,14 @@ class Experiment:
         return make_trainable(order, study.settings.cpus, copies=study.settings.population is not None)
 
     def _continue(self, path: str, watch: Watch) -> None:
-        """Continue an interrupted experiment, if Ray Tune can restore it. A process may have ended while it wrote the state."""
+        """Continue an interrupted experiment, if Ray Tune can restore it. A kill may leave a damaged state."""
         if not tune.Tuner.can_restore(path):
             return
         try:
             tune.Tuner.restore(path, trainable=self._make_trainable(), resume_errored=True).fit()
-        except (
-            Exception
-        ) as error:  # Ray Tune reads the state in fit. After any error, trials can resume from their run folders.
-            if watch.error is not None or isinstance(error, RaydflError):
+        except Exception as error:
+            # Ray Tune reads the state in fit, so an error before the first trial is an error of the state.
+            if watch.error is not None or watch.has_started:
                 raise
             self.progress.message(
                 f"warning: Ray Tune cannot restore {path} ({type(error).__name__}: {first_line(error)}). Trials resume from their "

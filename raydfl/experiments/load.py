@@ -261,14 +261,15 @@ def check_domains(study: Study) -> None:
 
 
 def check_scores(study: Study, trial: Trial) -> None:
-    """Reject models and scores in a trial's metrics that its runs cannot measure.
+    """Check that the runs of a trial measure the models and scores of its metrics.
 
     A method's own evaluation, a user's objective, and other splits, such as ``server``, may measure any score.
 
     Raises:
         ConfigError: A metric's score or model does not exist. The message names the cell and the setting.
     """
-    components, where = trial.config.components, ": ".join(filter(None, (str(study.file), ", ".join(trial.labels))))
+    components = trial.config.components
+    where = ": ".join(filter(None, (str(study.file), ", ".join(trial.labels))))
     models = list(components.models)
     if components.fine_tune.epochs:
         models += [personal_name(name, len(components.models)) for name in components.models]
@@ -414,7 +415,7 @@ def check_protocol(study: Study) -> None:
         f"evaluate.every.": len(cadences) > 1,
         "plateau: the rule needs held-out data and their evaluation. Set data.split.validation and evaluate.clients: cohort or "
         "all, or for models at the server data.split.server_validation and evaluate.server: true.": not measured,
-        f"plateau: {study.first.metric.score} is not measured on held-out data. Set plateau.score, such as accuracy.": (
+        f"plateau: {study.first.metric.score} is not measured on held-out data. Set plateau.score, for example to accuracy.": (
             not on_clips and rule is not None and rule.score is None
         ),
         "controls.fedavg_fine_tuned is measured on the clients' own clips. Set metric.split: client_test or validation.": (

@@ -60,6 +60,11 @@ class Watch(tune.Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         return _find_watch, ()
 
+    @property
+    def has_started(self) -> bool:
+        """True if any trial has started."""
+        return bool(self._started)
+
     def _find_trial(self, tune_trial: Any) -> Trial:
         return self._study.trial(get_point(tune_trial.config), tune_trial.trial_id)
 

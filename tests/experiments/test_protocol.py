@@ -189,7 +189,7 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
         ),
         (
             {"metric": {"score": "attack_success", "split": "triggered"}},
-            "plateau: attack_success is not measured on held-out data. Set plateau.score, such as accuracy.",
+            "plateau: attack_success is not measured on held-out data. Set plateau.score, for example to accuracy.",
         ),
         (
             {"plateau": {"evaluations": 3, "rise": 1, "score": "acuracy"}},

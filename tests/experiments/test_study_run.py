@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import joblib
 import pytest
@@ -183,7 +186,7 @@ class _Controller:
 
     def train(self, every: int, last: Sequence[int]) -> None:
         """Train the members. Member k reports every ``every`` rounds, and ends after ``last[k]`` rounds."""
-        while any(self.get_live_trials()):
+        while self.get_live_trials():
             trial = self.scheduler.choose_trial_to_run(self)  # type: ignore[arg-type]
             assert trial is not None, f"no member may train, after rounds {list(self.rounds.values())}"
             number, status = self.trials.index(trial), "RUNNING"
@@ -204,7 +207,6 @@ class _Controller:
     [
         ((0, 0), 1, (12, 12)),
         ((5, 5), 1, (12, 12)),  # restored after round 5: both report round 6, which is the second exchange
-        ((6, 4), 1, (12, 12)),
         ((0, 0), 2, (24, 24)),  # exchanges after rounds 4, 8 and 12
         ((0, 0), 1, (12, 5)),  # the second member fails while the first waits for it
     ],
@@ -219,6 +221,24 @@ def test_members_of_a_population_never_wait_forever(
     controller = _Controller(scheduler, first)
     controller.train(every, last)
     assert tuple(controller.rounds.values()) == tuple(last)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_only_an_error_before_the_first_trial_starts_a_new_experiment(
+    grid: StudyFile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    study = load_study(grid())
+    with Progress("lines") as progress:
+        watch = SimpleNamespace(error=None, has_started=started)
+        experiment = Experiment(study, StudyState(study), progress, None, None)
+        tuner = Mock()
+        tuner.can_restore.return_value = True
+        tuner.restore.return_value.fit.side_effect = KeyError("trial_data")
+        monkeypatch.setattr(tune, "Tuner", tuner)
+        with pytest.raises(KeyError) if started else contextlib.nullcontext():
+            experiment._continue("tune/few", watch)  # type: ignore[arg-type]
+    warned = "warning: Ray Tune cannot restore tune/few (KeyError: 'trial_data')." in capsys.readouterr().out
+    assert warned != started
 
 
 # -- with Ray Tune ---------------------------------------------------------------------------------------------------
